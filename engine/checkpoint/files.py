@@ -85,7 +85,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
-        advice = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
+        advice = recovery_advice(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
         if "bytes are free" in advice:
             advice = f"It needs {size:,} bytes, and {advice}"
         words, _ = explained(reason, path.parent)
@@ -153,7 +153,7 @@ def _flush_renames(folder: Path) -> None:
         warn(f"{folder} cannot be flushed ({error.strerror}): after a power failure a checkpoint may have another name")
 
 
-def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
+def recovery_advice(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
     """The end of a message about a file that cannot be written: the last good checkpoint, and what to do."""
     kept = "there is no earlier checkpoint"
     free_bytes = "an unknown number of"

@@ -134,10 +134,10 @@ def _weights_in_file(path: Path, name: str, network: nn.Module, config: Training
     if init.format is None:
         return weights_in_checkpoint(checkpoint.read(path), path, name)
     if init.format == "released":
-        content = _foreign(released.read(path, name), name)
+        content = _checked_foreign(released.read(path, name), name)
         file = released.weights_in(content, path, name, init.scale, key="init.scale")
         return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
-    return _of_state_dict(path, name, init.format, network, config)
+    return _weights_in_state_dict(path, name, init.format, network, config)
 
 
 def normalisation_of(init: Init, channels: int) -> Normalisation | None:
@@ -181,9 +181,9 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
     )
 
 
-def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, config: TrainingRun) -> Weights:
+def _weights_in_state_dict(path: Path, name: str, format: str, network: nn.Module, config: TrainingRun) -> Weights:
     expected = "a state dict {name: tensor}"
-    content = _foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
+    content = _checked_foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
     tensors, averaged = state_dict_in(content)
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
@@ -202,10 +202,10 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, name_remarks = from_library(tensors, body.state_dict(), body.left_out)
-        stated = timm_metadata(path, content) if format == "timm" else None
-        if format == "timm" and stated is None and config.init.weights != PUBLISHED:
-            stated = _of_tags(name, config)
-        normalisation = stated or config.body.normalisation()
+        recorded_normalisation = timm_metadata(path, content) if format == "timm" else None
+        if format == "timm" and recorded_normalisation is None and config.init.weights != PUBLISHED:
+            recorded_normalisation = _normalisation_of_tags(name, config)
+        normalisation = recorded_normalisation or config.body.normalisation()
         return Weights(tensors, source, remarks=remarks + name_remarks + body.remarks, normalisation=normalisation)
     try:
         tensors = from_torchvision(tensors)
@@ -215,7 +215,7 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
 
 
-def _of_tags(name: str, config: TrainingRun) -> Normalisation | None:
+def _normalisation_of_tags(name: str, config: TrainingRun) -> Normalisation | None:
     """The run's normalisation if a tag of the network has it; a warning if it is the default and others differ."""
     body = config.body
     normalisation = config.data.normalisation()
@@ -235,7 +235,8 @@ def _of_tags(name: str, config: TrainingRun) -> Normalisation | None:
     return normalisation if normalisation in tags_by_normalisation else None
 
 
-def _foreign(content: object, name: str) -> object:
+def _checked_foreign(content: object, name: str) -> object:
+    """Return the content of another program's file. ValueError if it is a checkpoint of this project."""
     if is_ours(content):
         raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
     return content

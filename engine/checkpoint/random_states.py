@@ -47,9 +47,9 @@ def restore_random_states(states: Any, world: World) -> None:
     torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
     if world.first:
         logger.warning(
-            f"the run was on {saved_devices[0]} x {saved_devices[1]} and continues on {devices[0]} x {devices[1]}: at "
+            f"the run was on {len(cpu)} x {saved_devices[1]} and continues on {world.size} x {world.device.type}: at "
             f"the same step with the same samples, but dropout draws other numbers, and unsynchronised norms see "
-            f"{saved_devices[0] / devices[0]:.3g} times as many crops"
+            f"{len(cpu) / world.size:.3g} times as many crops"
         )
 
 

@@ -159,7 +159,7 @@ class RunDirectory:
             words, cure = explained(error, self.path)
             cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
             if is_full or checkpoint.last_good(self.last, self.previous):
-                cure = checkpoint.what_is_left(error, self.path, self.last, self.previous)
+                cure = checkpoint.recovery_advice(error, self.path, self.last, self.previous)
             problem = "cannot be written to" if is_full else f"cannot be used: {file}"
             raise OSError(f"run_dir={self.path} {problem}: {words}. {cure}") from error
         finally:

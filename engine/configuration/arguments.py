@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from engine.configuration.words import ALONE, meant
+from engine.configuration.words import ALONE, advice_about
 
 # What may be wrong with an argument's form.
 NO_KEY = "there is no such key"
@@ -55,9 +55,9 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
 
 def _is_key(word: str, next_words: Sequence[str], keys: Collection[str]) -> bool:
     """Whether a word without = is a key, and the next one its value."""
-    if not KEY.fullmatch(word) or not next_words or not _is_value(next_words[0]) or meant(ALONE, word, keys):
+    if not KEY.fullmatch(word) or not next_words or not _is_value(next_words[0]) or advice_about(ALONE, word, keys):
         return False
-    return "." in word or word in keys or meant(word, next_words[0], keys) is not None
+    return "." in word or word in keys or advice_about(word, next_words[0], keys) is not None
 
 
 def _is_value(word: str) -> bool:

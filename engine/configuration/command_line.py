@@ -65,11 +65,11 @@ def configured(
         @wraps(main)
         def run() -> None:
             """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
-            with errors_for_users(_again(schema)), ExitStack() as ended:
-                ended.callback(PRIMARY.clear)
-                ended.callback(plugins.ADDED.clear)
+            with errors_for_users(_how_to_go_on(schema)), ExitStack() as stack:
+                stack.callback(PRIMARY.clear)
+                stack.callback(plugins.ADDED.clear)
                 parser = get_args_parser()
-                options, words = _read(name, sys.argv[1:], parser)
+                options, words = _parsed_arguments(name, sys.argv[1:], parser)
                 if options.help:
                     text = description or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words)))
@@ -81,7 +81,7 @@ def configured(
     return decorated
 
 
-def _again(schema: type[Keys]) -> str:
+def _how_to_go_on(schema: type[Keys]) -> str:
     """How to go on with a command that was stopped."""
     if "resume" not in schema.__dataclass_fields__ or not {"-m", "--multirun"}.isdisjoint(sys.argv):
         return "start it again"
@@ -89,7 +89,7 @@ def _again(schema: type[Keys]) -> str:
     return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
 
 
-def _read(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
+def _parsed_arguments(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
     """Split a command's arguments into Hydra's options and key=value words, in any order. Loads plugins.
 
     ValueError: an argument is neither an option nor key=value, or a plugin or folder does not exist.
@@ -130,7 +130,7 @@ def _run_hydra(
         try:
             with _wrong_words_answered(name, words):
                 config = typed(values, SCHEMAS[name])
-            return _start(name, main, words, config)
+            return _call_main(name, main, words, config)
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
@@ -161,7 +161,7 @@ def _run_hydra(
         raise errors[0]
 
 
-def _start(name: str, main: Callable[[Any], Any], words: list[str], config: Keys) -> Any:
+def _call_main(name: str, main: Callable[[Any], Any], words: list[str], config: Keys) -> Any:
     """Call a command's own function."""
     try:
         return main(config)

@@ -13,7 +13,7 @@ from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, ar
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
 from engine.configuration.texts import HYDRA_S, fits
-from engine.configuration.words import PLUGIN, Advice, keys_of, meant, slips
+from engine.configuration.words import PLUGIN, Advice, advice_about, keys_of, slips
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
@@ -51,17 +51,17 @@ class Messages:
             option = launcher_options[0]
             return f"{option} is an option of torchrun: give it before the program, as in torchrun {option} …"
         our_words = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
-        messages = [self._of_others(our_words, error), *map(self._of_form, our_words)]
+        messages = [self._about_all(our_words, error), *map(self._about_form, our_words)]
         override = getattr(error, "override", None)
         text = f"override {override}" if override else str(error)
         match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
         key = getattr(error, "full_key", None) or (match and match[1])
         wrong_word = next((word for word in reversed(words) if word.lstrip("+").partition("=")[0] == key), "")
-        return next(filter(None, messages), None) or self._of_error(error, wrong_word)
+        return next(filter(None, messages), None) or self._about_error(error, wrong_word)
 
-    def _of_others(self, words: Sequence[str], error: Exception) -> str:
+    def _about_all(self, words: Sequence[str], error: Exception) -> str:
         """One message about all words that are not the command's keys, choices or values."""
-        wrong = (argument for argument in arguments(words, self.keys) if not self._takes(argument, error))
+        wrong = (argument for argument in arguments(words, self.keys) if not self._is_right(argument, error))
         answers = [answer for answer in map(self._answer, wrong) if answer is not None]
         if not answers:
             return ""
@@ -70,7 +70,7 @@ class Messages:
             for pair in answer.give:  # of two values for a key, one that was given counts more than a suggested one
                 key, _, value = pair.partition("=")
                 gives[key] = pair if key not in gives or value == answer.argument.value else gives[key]
-        needed = self._needed([*gives.values()], words)
+        needed = self._needed_choice([*gives.values()], words)
         if len(answers) == 1:
             ((text, _, _, fault), _, say) = answers[0]
             return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
@@ -87,7 +87,7 @@ class Messages:
         sentences += [f"{' and '.join(titles)}: {say}" for say, titles in titles_by_sentence.items()]
         return "; ".join(sentences)
 
-    def _takes(self, argument: Argument, error: Exception) -> bool:
+    def _is_right(self, argument: Argument, error: Exception) -> bool:
         """Whether the command has an argument's choice, or a key for its value; texts are not known to be right."""
         _, name, value, fault = argument
         if fault or str(error).startswith(f"{name}="):
@@ -103,13 +103,13 @@ class Messages:
     def _answer(self, argument: Argument) -> Answer | None:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
         _, name, value, fault = argument
-        nearest = [] if name in self.keys else self._nearest(name, value)
-        advice = self._meant(argument, nearest)
+        nearest = [] if name in self.keys else self._nearest_keys(name, value)
+        advice = self._advice(argument, nearest)
         if advice is not None:
-            return Answer(argument, *self._mended(*advice))
+            return Answer(argument, *self._corrected(*advice))
         if name in self.keys:
             pair = self._pair(name, value)
-            instead = self._instead(name, value) or (([pair], f"give {pair}") if fault else None)
+            instead = self._replacement(name, value) or (([pair], f"give {pair}") if fault else None)
             return instead and Answer(argument, *instead)
         free = tuple(f"{key}." for key, declared in self.declared.items() if declared.kind is Any)  # of any names
         if fault in ("", NO_VALUE) or name.startswith(free):
@@ -118,13 +118,13 @@ class Messages:
         say = f"give {' or '.join(pairs)}" if pairs else "--help lists them all" if fault == NO_KEY else HELP
         return Answer(argument, pairs if len(pairs) == 1 else [], say)
 
-    def _meant(self, argument: Argument, nearest: list[str]) -> Advice | None:
-        """What another program means by an argument. Where a key ends so, it does not say that there is none."""
+    def _advice(self, argument: Argument, nearest: list[str]) -> Advice | None:
+        """Advice from other programs' words; None if one of the nearest keys, which ends like it, counts before it."""
         _, name, value, fault = argument
         same = [key for key in nearest if _last(key) == _last(name).lower()]
-        advice = meant(name, value, self.keys, patterns=not same)
+        advice = advice_about(name, value, self.keys, patterns=not same)
         if advice is None and fault == NO_VALUE:
-            return meant(value, "", self.keys)
+            return advice_about(value, "", self.keys)
         if advice and LOADED and name in self.groups and advice.give is None:
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
         if advice is None or name not in map(_last, same):
@@ -137,19 +137,19 @@ class Messages:
             return advice  # it says what our key is, such as a share of something else
         return None if advice.say.startswith(NONE) or is_of_choice and name not in given_names else advice
 
-    def _mended(self, give: str | None, say: str) -> tuple[list[str], str]:
+    def _corrected(self, give: str | None, say: str) -> tuple[list[str], str]:
         """Advice from other programs' words, with the values that our keys can take."""
         gives: list[str] = []
         problem = ""
         for pair in re.split(r" (?=[\w.]+=)", give) if give else []:  # values may have spaces
             key, _, text = pair.partition("=")
-            pairs, sentence = self._instead(key, text) or ([f"{key}={text}"], "")
+            pairs, sentence = self._replacement(key, text) or ([f"{key}={text}"], "")
             gives += pairs
             if not pairs:
                 problem = f"{pair}: {sentence}"
         return gives, problem or (f"give {' '.join(gives)}" if gives else say)
 
-    def _instead(self, name: str, value: str) -> tuple[list[str], str] | None:
+    def _replacement(self, name: str, value: str) -> tuple[list[str], str] | None:
         """What to give instead of a value that our key cannot take, and a sentence about it.
 
         None if the key takes it, or if only the error of setting it can say more.
@@ -157,10 +157,10 @@ class Messages:
         if name in self.groups:
             sentence = self._about_choice(name, value)
             return ([], sentence) if sentence else None
-        likely = _likely(value, self.declared[name]) if name in self.declared else None
+        likely = _likely_value(value, self.declared[name]) if name in self.declared else None
         return None if likely is None else ([f"{name}={likely}"], self._about_value(name, value))
 
-    def _of_form(self, word: str) -> str:
+    def _about_form(self, word: str) -> str:
         """The message about a word that is not key=value."""
         name, equals, value = word.lstrip("+").partition("=")
         if word.startswith("~"):
@@ -191,13 +191,13 @@ class Messages:
         sentence = no_such(group, choice, names)
         return sentence if tasks or group not in CHOICES or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
 
-    def _of_error(self, error: Exception, word: str) -> str:
+    def _about_error(self, error: Exception, word: str) -> str:
         """The message about the value of `word`, or a key, a rule, an interpolation or a file that is wrong."""
         reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         name, _, value = word.lstrip("+").partition("=")
         key = getattr(reason, "full_key", None) or name
         if isinstance(reason, (ConfigAttributeError, ConfigKeyError)) and not HYDRA_S.match(key):
-            return self._unknown(key)
+            return self._about_unknown_key(key)
         keys_below = [name for name in self.declared if name.startswith(f"{key}.")]
         if keys_below:
             return f"{key}: expected one of the keys {', '.join(keys_below[:5])}"
@@ -214,32 +214,32 @@ class Messages:
 
     def _about_value(self, key: str, value: str) -> str:
         """What is expected instead of a value of a wrong type, or of several values."""
-        likely = _likely(value, self.declared[key]) or ""
+        likely = _likely_value(value, self.declared[key]) or ""
         sentence = f"expected {expected(self.declared[key])}"
         if "," in value and not value.startswith(("[", "(", "{")) and not likely.startswith(("[", "(", "{")):
             sentence += "; with -m the command runs once for each of several"
         return f"{sentence}; give {key}={likely}" if likely else sentence
 
-    def _unknown(self, name: str) -> str:
+    def _about_unknown_key(self, name: str) -> str:
         """The message for a key that does not exist, or that the chosen alternatives do not have."""
-        having = self._having(name)
-        if having:
+        choices_with_key = self._choices_with(name)
+        if choices_with_key:
             group = name.partition(".")[0]
-            return f"{name} is for {' and '.join(having)}; another {group} is chosen"
+            return f"{name} is for {' and '.join(choices_with_key)}; another {group} is chosen"
         answer = self._answer(Argument(name, name, "", NO_KEY))
         return f"{name}={SOME}: {NO_KEY}; {answer.say if answer else '--help lists them all'}"
 
-    def _needed(self, give: Sequence[str], words: Sequence[str]) -> str:
+    def _needed_choice(self, give: Sequence[str], words: Sequence[str]) -> str:
         """What must also be given, if only some choices of a group have a key."""
         for key in (pair.partition("=")[0] for pair in give):
-            having = self._having(key)
-            if having and len(having) < len(groups_of(self.schema)[key.partition(".")[0]]):
-                if not {*having} & {*words, *give}:
-                    return f", with {' or '.join(having)}"
+            choices_with_key = self._choices_with(key)
+            if choices_with_key and len(choices_with_key) < len(groups_of(self.schema)[key.partition(".")[0]]):
+                if not {*choices_with_key} & {*words, *give}:
+                    return f", with {' or '.join(choices_with_key)}"
         return ""
 
-    def _having(self, key: str) -> list[str]:
-        """[optim=sgd, …]: the choices of a key's group that have it."""
+    def _choices_with(self, key: str) -> list[str]:
+        """[optim=sgd, …]: the choices of a key's group that have the key."""
         group, _, name_in_group = key.partition(".")
         alternatives: dict[str, type[Keys]] = groups_of(self.schema).get(group, {}) if name_in_group else {}
         return [f"{group}={name}" for name, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
@@ -248,7 +248,7 @@ class Messages:
         """key=value, also of an option without a value."""
         return f"{key}={value or ('true' if key in self.declared and self.declared[key].kind is bool else SOME)}"
 
-    def _nearest(self, name: str, value: str) -> list[str]:
+    def _nearest_keys(self, name: str, value: str) -> list[str]:
         """Keys with this last part that take the value; else the most similar one of the group, or of all."""
         all_keys = [key for key in self.declared if not key.endswith(".name")]
         group, _, last = name.lower().replace("-", "_").rpartition(".")
@@ -265,7 +265,7 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _likely(value: str, declared: Declared) -> str | None:
+def _likely_value(value: str, declared: Declared) -> str | None:
     """A value that a key takes, if it is probably meant by one that it cannot take."""
     likely = [*slips(value)]
     is_list = declared.kind is Any or "list[" in str(declared.kind)
@@ -284,7 +284,7 @@ def no_such(group: str, choice: str, names: Iterable[str]) -> str:
     if same:
         return f"there is no such {group}; give {group}={same[0]}"
     candidates = [name for name in names if name.startswith(choice)] or names
-    advice = None if LOADED else meant(f"no_such_{group}", choice, ())  # about the choices of ours
+    advice = None if LOADED else advice_about(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, candidates, n=5)
     if not nearest and (advice is None or len(candidates) < 8):
         nearest = difflib.get_close_matches(choice, candidates, n=5, cutoff=0)

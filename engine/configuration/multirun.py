@@ -143,7 +143,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     overrides, settings = _parsed(program, primary, check, words)
     jobs = replace(jobs, swept=[key for key, override in overrides.items() if override.is_sweep_override()])
     is_basic = settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
-    words_by_job = _of_basic_sweeper(overrides) if is_basic else [[*first_values(overrides)]]
+    words_by_job = _words_by_job(overrides) if is_basic else [[*first_values(overrides)]]
     differing_by_job = [jobs.differing(job_words) for job_words in words_by_job]
     configs = [check(*job_words) for job_words in words_by_job]
     check_different(differing_by_job, configs)
@@ -236,7 +236,7 @@ def first_values(overrides: Mapping[str, Override]) -> Iterator[str]:
             yield parsed.input_line or ""
 
 
-def _of_basic_sweeper(overrides: Mapping[str, Override]) -> list[list[str]]:
+def _words_by_job(overrides: Mapping[str, Override]) -> list[list[str]]:
     """The words of each job of Hydra's basic sweeper. The last key's values change fastest."""
     for parsed in overrides.values():
         if parsed.is_interval_sweep():

@@ -94,12 +94,12 @@ def fits(text: str, declared: Declared) -> bool:
 
 def _for_hydra(text: str) -> str:
     interpolates = INTERPOLATION.search(text)
-    if AS_IT_IS.fullmatch(text) or ((interpolates or ESCAPED.search(text)) and _is_read(text)):
+    if AS_IT_IS.fullmatch(text) or ((interpolates or ESCAPED.search(text)) and _is_readable(text)):
         return text
     return QuotedString(text.strip(), Quote.double).with_quotes() if interpolates else quoted(text.strip())
 
 
-def _is_read(text: str) -> bool:
+def _is_readable(text: str) -> bool:
     try:
         OverridesParser.create().parse_override(f"key={text}")
     except HydraException:

@@ -102,7 +102,7 @@ def _computed(text: str) -> str:
     return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
 
-def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
+def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
     """Our words for a key, or for a value of our key, that another program has; None if there is no advice.
 
     `keys`: of the command. `patterns`: also by words with a *.
@@ -121,7 +121,7 @@ def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -
         our_key, _, our_value = text.partition("=")
         if text == f"{name}={value}":
             continue
-        next_advice = None if our_key == name or " " in text else meant(our_key, our_value, keys)
+        next_advice = None if our_key == name or " " in text else advice_about(our_key, our_value, keys)
         return next_advice or Advice(text, f"give {text}")
     return None
 

@@ -15,7 +15,7 @@ from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import SCHEMAS
 from engine.configuration.messages import Messages
 from engine.configuration.texts import fits
-from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
+from engine.configuration.words import ALONE, SLIP, advice_about, entries, keys_of
 from engine.schema import keys
 from engine.schema.keys import CHOICES, declared_in
 from engine.schema.segmentation import Loss, SegmentationRun
@@ -50,7 +50,7 @@ def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
         for entry in entries():
             values = [value for value in VALUES if entry.value is None or entry.value.fullmatch(value)]
             for word, value in itertools.product(entry.word, values[:2] if entry.value is None else values):
-                if advice := meant(word, value, keys):
+                if advice := advice_about(word, value, keys):
                     advice_by_word[command, word, value] = advice
     sys.argv[0] = program
     return advice_by_word
@@ -94,7 +94,7 @@ def test_right_values_of_our_keys_are_left_alone():
         keys = {*declared_in(schema)}
         for key, declared in declared_in(schema).items():
             for value in declared.metadata.get("one_of") or ():
-                assert meant(key, str(value), keys) is None, f"{command} {key}={value}"
+                assert advice_about(key, str(value), keys) is None, f"{command} {key}={value}"
 
 
 @dataclass
@@ -113,8 +113,10 @@ def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_the
         messages = Messages("train_seg", SegmentationRun)
         for group in CHOICES.keys() & messages.groups.keys():
             for choice in choices(group, SegmentationRun):
-                assert messages._takes(Argument(f"{group}={choice}", group, choice), ValueError()), f"{group}={choice}"
-        assert meant("loss", "focal", {"loss"}) and "focal" in choices("loss", SegmentationRun)
+                assert messages._is_right(Argument(f"{group}={choice}", group, choice), ValueError()), (
+                    f"{group}={choice}"
+                )
+        assert advice_about("loss", "focal", {"loss"}) and "focal" in choices("loss", SegmentationRun)
         assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
 
@@ -143,10 +145,10 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
         last = name.rpartition(".")[2]
         names = {name, last} if last != "name" else set()  # of a choice, which GROUP=NAME gives
         for word, value in itertools.product(names, values):
-            if meant(word, value, messages.keys) is None:
+            if advice_about(word, value, messages.keys) is None:
                 continue
-            nearest = messages._nearest(word, value)
-            give, _ = messages._meant(Argument(f"{word}={value}", word, value), nearest) or (f"{word}=", "")
+            nearest = messages._nearest_keys(word, value)
+            give, _ = messages._advice(Argument(f"{word}={value}", word, value), nearest) or (f"{word}=", "")
             if last not in {our_key.rpartition(".")[2] for our_key in keys_of(give or "")}:
                 hidden.add(word)
     return hidden
@@ -154,7 +156,7 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
 
 def test_keys_of_several_words():
     assert keys_of("data.crop_size=512 data.crop_aspect=2") == {"data.crop_size", "data.crop_aspect"}
-    assert meant(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
+    assert advice_about(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
 
 
 # Of rates, shares, sizes and folders: another program's word and value, what it means there, and ours for the same.
