@@ -43,16 +43,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
     If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.
     """
-    memory_messages = (
-        "out of memory",
-        "insufficient memory",
-        "can't allocate memory",
-        "alloc_failed",
-        "allocation_failed",
-    )
     text = str(error).lower()
-    says_so = any(message in text for message in memory_messages + _CUDNN_MESSAGES)
-    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    is_said = any(message in text for message in _MEMORY_MESSAGES + _CUDNN_MESSAGES)
+    return is_said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def cause_of(error: Exception) -> str:
