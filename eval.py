@@ -20,7 +20,7 @@ from engine.checkpoint.files import has_ended
 from engine.checkpoint.random_states import ranks_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import checkpoint_of, trained_forward
+from engine.prediction.opening import load_checkpoint, trained_forward
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
@@ -44,7 +44,7 @@ def evaluate(options: Evaluation) -> dict:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
         OSError: reading images timed out, or a data worker or another process was lost.
     """
-    path, state, config = checkpoint_of(options)
+    path, state, config = load_checkpoint(options)
     step = None if has_ended(state) else state["step"]
     results_file = Path(options.results) if options.results else options.default_results_file(config, step)
     options.apply_to(config)

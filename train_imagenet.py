@@ -29,7 +29,7 @@ def train(
     config, eager_because = planner.fitted(config)
     with opened(config, command, assemble.classified_splits, watch) as run:
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
-        images = assemble.classified_images(
+        val_minibatches = assemble.evaluation_minibatches(
             config.data,
             run.val_set,
             run.world,
@@ -38,7 +38,7 @@ def train(
         )
         steps = run.schedule.total_steps
         minibatches = assemble.classified_crops(config, run.train_set, steps, run.world, run.start_step)
-        evaluate = partial(classify_in_run, run, images)
+        evaluate = partial(classify_in_run, run, val_minibatches)
         return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 
 

@@ -37,7 +37,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import Opened, open_checkpoint
 from engine.prediction.predictors import Segmenter
-from engine.prediction.programs import exported, largest_difference
+from engine.prediction.programs import largest_difference, program_of
 from engine.process.console import make_console
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
@@ -81,7 +81,7 @@ def export(options: Export) -> dict:
     description = metadata(opened, options)
     writable_file("output", output, source, kind="program")
     with parts_named(opened.config):
-        program = exported(opened.network, options.size, getattr(torch, options.precision), options.argmax)
+        program = program_of(opened.network, options.size, getattr(torch, options.precision), options.argmax)
     if options.format == "onnx":
         content = onnx_model(program, description, options.size)
         loaded = run_onnx(content)

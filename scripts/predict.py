@@ -113,14 +113,14 @@ def predict(options: Prediction) -> list[Path]:
             if isinstance(network, Segmenter):
                 places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 written.append(places["ids"])
-                predicted = network.started(image, options.probabilities)
+                predicted = network.start_prediction(image, options.probabilities)
                 segment = partial(segmented, network, picture, predicted, options)
                 make = partial(findings.unless_too_large, file, segment)
                 layers = 2 + (2 * len(network.classes) if options.probabilities else 0)  # these in float32 and float16
                 files.add(make, partial(write_segmented, places, add), layers * image.nbytes)
             else:
                 note = partial(note_classes, rows, [shown_path], network.classes, options.top_k, add)
-                files.add(network.started(image), note, image.nbytes)
+                files.add(network.start_prediction(image), note, image.nbytes)
     if findings.images > 1:
         logger.info(speed_of(findings.images - 1, since_s))
     if not segments:
@@ -188,7 +188,7 @@ def segmented(
     contents = {}
     if options.probabilities:
         contents["probabilities"] = npy(prediction.astype(np.float16))
-    ids = network.decided(prediction) if options.probabilities else prediction
+    ids = network.classes_by(prediction) if options.probabilities else prediction
     colours = network.palette[ids]
     contents |= {"ids": png(network.label_ids[ids]), "colour": png(colours), "overlays": png(overlay(image, colours))}
     return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents

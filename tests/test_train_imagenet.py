@@ -287,5 +287,5 @@ def test_a_part_of_the_images_has_every_class():
     """Files lie by class: the first 40 photographs would be of one. Shapes come in turn: every 10th is of four."""
     config, val_set = classification_config("data.workers=0").data, shapes(None, "val")
     for images, expected in ((40, [5] * 8), (20, [3, 2] * 4), (None, [25] * 8), (201, [25] * 8)):
-        loaded = assemble.classified_images(config, val_set, World(), images, batch_size=30)
+        loaded = assemble.evaluation_minibatches(config, val_set, World(), images, batch_size=30)
         assert torch.cat([minibatch["label"] for minibatch in loaded]).bincount().tolist() == expected

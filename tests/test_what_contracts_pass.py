@@ -168,7 +168,7 @@ def test_what_a_head_decides_is_evaluated_and_predicted(even, tmp_path):
         expected = network.network.head.decide(logits)[0].numpy()
     assert (expected != logits.argmax(dim=1)[0].numpy()).any() and not (expected % 2).any()
     assert np.array_equal(network.predict(image), expected)
-    assert np.array_equal(network.decided(network.probabilities(image)), expected)
+    assert np.array_equal(network.classes_by(network.probabilities(image)), expected)
     tta = evaluation.TestTimeAugmentation(scales=[1.0, 0.7], flip=True)
     with_views = open_network(even, evaluation.Prediction(device="cpu", tta=tta))
     assert not (with_views.predict(image) % 2).any()
@@ -209,6 +209,20 @@ def test_what_a_head_decides_is_a_class_of_each_pixel(result, problem, monkeypat
     monkeypatch.setattr(Even, "decide", lambda _, scores: result(scores))
     with pytest.raises(ValueError, match=problem):
         inference.predict(forward_of(network), torch.zeros(1, 3, 64, 96, dtype=torch.uint8))
+
+
+def test_a_check_of_a_head_s_classes_leaves_the_modes_of_its_modules(monkeypatch):
+    """A head may keep parts in eval mode; the modes also come back if `decide` fails."""
+    network = network_of(run_config(*SHORT, "head=even"), 19).train()
+    network.head.layers.eval()
+    modes = [module.training for module in network.modules()]
+    assert len({*modes}) == 2
+    build._check_classes_of_head(network, torch.device("cpu"))
+    assert [module.training for module in network.modules()] == modes
+    monkeypatch.setattr(Even, "decide", lambda *_: {}["scores"])
+    with pytest.raises(ValueError, match=r"^Even\.decide: KeyError: 'scores'$"):
+        build._check_classes_of_head(network, torch.device("cpu"))
+    assert [module.training for module in network.modules()] == modes
 
 
 class Table:

@@ -2,10 +2,10 @@
 
 from engine.assemble.classification import (
     classified_crops,
-    classified_images,
     classified_split,
     classified_splits,
     cross_entropy,
+    evaluation_minibatches,
 )
 from engine.assemble.data import (
     at_once,

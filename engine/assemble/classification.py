@@ -49,10 +49,14 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
     """One split, minus the mean image in the checkpoint content `state` if the training subtracted one.
 
-    ValueError: see `classified_split`.
+    ValueError: see `classified_split`; or the checkpoint lacks the mean image.
     """
     dataset = classified_split(config, split)
-    return dataset.minus(state["mean_image"].numpy()) if config.mean_image else dataset
+    if not config.mean_image:
+        return dataset
+    if "mean_image" not in state:
+        raise ValueError("the checkpoint has no 'mean_image', which data.mean_image=true needs: restore it from a copy")
+    return dataset.minus(state["mean_image"].numpy())
 
 
 def classified_crops(
@@ -77,26 +81,28 @@ def classified_crops(
     return loader(crops, data, world, batch_sampler=draws, collate_fn=collated)
 
 
-def classified_images(
-    config: ClassificationData,
+def evaluation_minibatches(
+    data: ClassificationData,
     dataset: ClassificationDataset,
     world: World,
-    images: int | None = None,
+    image_count: int | None = None,
     *,
     batch_size: int,
-    ten: bool = False,
+    ten_crops: bool = False,
 ) -> Loader:
-    """This rank's share of a split, for evaluation.
+    """This rank's share of a split, in minibatches for an evaluation.
 
-    `images`: evaluate only this many, spread evenly over the split in the order of classes.
+    `image_count`: evaluate only this many, spread evenly over the split in the order of classes.
     """
-    source: Dataset = ImagesInMemory(dataset)
-    if isinstance(config, ImageNetData):
-        source = ImagesInFiles(dataset, fixed_crops(config.resize, config.crop_size, ten))
-    if images is not None and images < len(dataset):
+    images: Dataset
+    if isinstance(data, ImageNetData):
+        images = ImagesInFiles(dataset, fixed_crops(data.resize, data.crop_size, ten_crops))
+    else:
+        images = ImagesInMemory(dataset)
+    if image_count is not None and image_count < len(dataset):
         by_class = np.argsort(dataset.labels, kind="stable").tolist()
-        source = Subset(source, [by_class[number * len(dataset) // images] for number in range(images)])
-    return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)
+        images = Subset(images, [by_class[number * len(dataset) // image_count] for number in range(image_count)])
+    return evaluation_loader(images, data, world, batch_size=batch_size, collate_fn=collated)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

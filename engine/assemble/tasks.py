@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
-from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
+from engine.assemble.classification import cross_entropy, evaluated_split, evaluation_minibatches
 from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
@@ -96,16 +96,16 @@ def classify(
     processes: int,
 ) -> Evaluated:
     """Score this rank's images."""
-    images = classified_images(
+    minibatches = evaluation_minibatches(
         replace(config.data, workers=options.workers),
         dataset,
         world,
         batch_size=config.trainer.evaluate_batch_size,
-        ten=options.view == "ten_crop",
+        ten_crops=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
         evaluated = classification.evaluate_split(
-            forward, dataset, images, world=world, progress=progress, added=added_scores(config, dataset)
+            forward, dataset, minibatches, world=world, progress=progress, added=added_scores(config, dataset)
         )
     return replace(evaluated, details={**evaluated.details, "view": options.view})
 

@@ -55,9 +55,10 @@ def trained_forward(
     return assemble.forward(config, network.eval(), device)
 
 
-def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
-    """The file, the content and the configuration of `options.checkpoint`, which becomes the file.
+def load_checkpoint(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
+    """Load `options.checkpoint`; return its path, its content and the configuration of its training.
 
+    A run directory in the options is replaced by the path of its last checkpoint.
     ValueError: the file cannot be read, or options are for another task.
     """
     path = files.file_of(options.checkpoint)
@@ -103,15 +104,18 @@ def evaluate(network: Segmenter | Classifier, dataset: SegmentationDataset | Cla
     """
     if network.classes != dataset.classes or not dataset.has_labels:
         raise ValueError(f"{dataset}: expected labels of the network's {len(network.classes)} classes")
-    passes, world, progress = network.passes, World(device=network.mean.device), Progress(disable=True)
+    world = World(device=network.mean.device)
+    progress = Progress(disable=True)
     if isinstance(network, Classifier):
         assert isinstance(dataset, ClassificationDataset)
-        items = ImagesInFiles(dataset, network.view) if dataset.pixels is None else ImagesInMemory(dataset)
-        images = Loader(items, 0, batch_size=1, collate_fn=collated)
-        return accuracy.evaluate_split(passes, dataset, images, world=world, progress=progress).scores
+        images = ImagesInFiles(dataset, network.view) if dataset.pixels is None else ImagesInMemory(dataset)
+        minibatches = Loader(images, 0, batch_size=1, collate_fn=collated)
+        return accuracy.evaluate_split(
+            network.forward_pass, dataset, minibatches, world=world, progress=progress
+        ).scores
     assert isinstance(dataset, SegmentationDataset)
     return segmentation.evaluate_split(
-        passes,
+        network.forward_pass,
         dataset,
         Loader(WholeImages(dataset), 0, batch_size=1),
         views=network.views,
@@ -125,36 +129,42 @@ def evaluate(network: Segmenter | Classifier, dataset: SegmentationDataset | Cla
 def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
     options = replace(options or Prediction(), checkpoint=str(checkpoint))
-    path, state, config = checkpoint_of(options)
+    path, state, config = load_checkpoint(options)
     options.apply_to(config)
     config.trainer.recompute = "none"
-    part = "ema" if options.averaged and "ema" in state else "network"
+    for part in needed_parts(config):
+        if part not in state:
+            raise ValueError(f"checkpoint {path} has no {part!r}, which its task needs. {files.RESTORE}")
     if isinstance(config.norm, ReleasedNorm):  # an in-place norm computes the same, with scales |weight| + eps
-        state = {**state, part: from_released(state[part], config.norm.eps)}
+        weights = "ema" if options.averaged and "ema" in state else "network"
+        state = {**state, weights: from_released(state[weights], config.norm.eps)}
         config.norm = config.norm.as_kind(InPlaceNorm)
     with parts_named(config):
         forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
-    try:
-        network = predictor(config, options, state, forward)
-    except KeyError as error:
-        raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
-    network.range16 = config.data.range16
-    network.shown = getattr(config.data, "shown", None)
-    return Opened(network, config, state)
+    return Opened(predictor(config, options, state, forward), config, state)
+
+
+def needed_parts(config: TrainingRun) -> list[str]:
+    """The parts of a checkpoint that a predictor reads, besides those that every checkpoint has."""
+    if isinstance(config, SegmentationRun):
+        return ["palette"]
+    return ["mean_image"] if getattr(config.data, "mean_image", False) else []
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
     """A predictor that gives the network images as an evaluation does. `state`: content of its checkpoint."""
-    classes = state["classes"]
+    classes, data = state["classes"], config.data
+    shown = getattr(data, "shown", None)
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
+        views = assemble.views(options, config.data)
         at_once = assemble.at_once(config, forward.mean.device, ranks_of(state.get("random")))
-        return Segmenter(forward, classes, state["palette"], ids, assemble.views(options, config.data), at_once)
-    data = config.data
-    if isinstance(data, ImageNetData):
-        view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)
-        return Classifier(forward, classes, view)
+        return Segmenter(forward, classes, state["palette"], ids, views, at_once, range16=data.range16, shown=shown)
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
-    return Classifier(forward, classes, fixed_crops(data.crop_size, data.crop_size))
+    if isinstance(data, ImageNetData):
+        view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)
+    else:
+        view = fixed_crops(data.crop_size, data.crop_size)
+    return Classifier(forward, classes, view, range16=data.range16, shown=shown)

@@ -33,23 +33,30 @@ class Predictor(nn.Module):
     `visible`; `channels` of an image.
     """
 
-    range16: Range16 = ALL_16
-    shown: Sequence[int] | None = None
     mean: Tensor
     std: Tensor
 
-    def __init__(self, forward: Forward, classes: Sequence[str]):
+    def __init__(
+        self,
+        forward: Forward,
+        classes: Sequence[str],
+        *,
+        range16: Range16 = ALL_16,
+        shown: Sequence[int] | None = None,
+    ):
         super().__init__()
         self.network = forward.network
         self.classes = tuple(classes)
+        self.range16 = range16
+        self.shown = shown
         self.register_buffer("mean", forward.mean, persistent=False)
         self.register_buffer("std", forward.std, persistent=False)
         self._forward = forward
         self.eval()
 
     @property
-    def passes(self) -> Forward:
-        """The forward pass, on the device where the module is."""
+    def forward_pass(self) -> Forward:
+        """From images to logits, on the device where the module is."""
         return replace(self._forward, mean=self.mean, std=self.std)
 
     @property
@@ -75,7 +82,7 @@ class Predictor(nn.Module):
             raise ValueError(f"images of shape {(*images.shape,)}: expected (N, {self.channels}, H, W)")
         if images.is_floating_point():
             images = images.to(self.mean.dtype)
-        logits = self.passes(images)
+        logits = self.forward_pass(images)
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -94,8 +101,11 @@ class Segmenter(Predictor):
         label_ids: Sequence[int],
         views: inference.Views,
         at_once: AtOnce,
+        *,
+        range16: Range16 = ALL_16,
+        shown: Sequence[int] | None = None,
     ):
-        super().__init__(forward, classes)
+        super().__init__(forward, classes, range16=range16, shown=shown)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
@@ -105,16 +115,16 @@ class Segmenter(Predictor):
 
     def predict(self, image: Picture) -> np.ndarray:
         """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `probabilities`."""
-        return self.started(image)()
+        return self.start_prediction(image)()
 
     def probabilities(self, image: Picture) -> np.ndarray:
-        """The probability of every class at every pixel, float32 (classes, H, W). See `decided`.
+        """The probability of every class at every pixel, float32 (classes, H, W). See `classes_by`.
 
         Errors: see `pixels_of`; MemoryError; FloatingPointError if a pixel has no finite score.
         """
-        return self.started(image, probabilities=True)()
+        return self.start_prediction(image, probabilities=True)()
 
-    def decided(self, probabilities: np.ndarray) -> np.ndarray:
+    def classes_by(self, probabilities: np.ndarray) -> np.ndarray:
         """The prediction, uint8 (H, W), by its probabilities: the likeliest classes, unless the head decides."""
         network: Any = self.network
         if not hasattr(getattr(network, "head", None), "decide"):
@@ -123,40 +133,52 @@ class Segmenter(Predictor):
             scores = torch.from_numpy(probabilities)[None].to(self.mean.device)
             return network.decide(scores.log())[0].byte().cpu().numpy()
 
-    def started(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
+    def start_prediction(self, image: Picture, probabilities: bool = False) -> Callable[[], np.ndarray]:
         """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""
-        shown = pinned(self.planes(image), self.mean.device)[None]
-        passes = self.passes
+        images = pinned(self.planes(image), self.mean.device)[None]
+        forward = self.forward_pass
 
-        def attempt(part: dict, windows: int) -> tuple[Tensor, Tensor]:
+        def predict(part: dict, windows: int) -> tuple[Tensor, Tensor]:
             unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
             predictions = inference.predict(
-                passes, part["image"], self.views, probabilities=probabilities, unscored=unscored, windows=windows
+                forward, part["image"], self.views, probabilities=probabilities, unscored=unscored, windows=windows
             )
             return predictions[0], unscored
 
-        [(_, result)] = self.at_once.attempts(passes, self.views, {"image": shown}, attempt)
-        wait = start_copy(result)
-        if shown.shape != self._last_size:
-            self._last_size = shown.shape
+        [(_, prediction)] = self.at_once.predict_parts(forward, self.views, {"image": images}, predict)
+        wait_for_copy = start_copy(prediction)
+        self._note_size(images.shape)
+
+        def finish() -> np.ndarray:
+            copied, unscored = wait_for_copy()
+            unscored_count, pixel_count = unscored.tolist()
+            forward.check_scores(unscored_count, pixel_count, "pixels")
+            return copied.numpy()
+
+        return finish
+
+    def _note_size(self, size: tuple[int, ...]) -> None:
+        """Note the size of an image. Every few changes, return the memory that was freed for other sizes."""
+        if size != self._last_size:
+            self._last_size = size
             self._changes += 1
             if self._changes % TRIMMED_EVERY == 0:
                 return_freed_memory()
-
-        def finished() -> np.ndarray:
-            predictions, unscored = wait()
-            without, total = unscored.tolist()
-            passes.check_scores(without, total, "pixels")
-            return predictions.numpy()
-
-        return finished
 
 
 class Classifier(Predictor):
     """Classifies whole images: logits (N, classes). `view`: an image -> the crop that the network sees, or ten."""
 
-    def __init__(self, forward: Forward, classes: Sequence[str], view: Callable[[Tensor], Tensor]):
-        super().__init__(forward, classes)
+    def __init__(
+        self,
+        forward: Forward,
+        classes: Sequence[str],
+        view: Callable[[Tensor], Tensor],
+        *,
+        range16: Range16 = ALL_16,
+        shown: Sequence[int] | None = None,
+    ):
+        super().__init__(forward, classes, range16=range16, shown=shown)
         self.view = view
 
     def predict(self, image: Picture) -> int:
@@ -165,22 +187,22 @@ class Classifier(Predictor):
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), from the crops' mean logits."""
-        return self.started(image)()
+        return self.start_prediction(image)()
 
-    def started(self, image: Picture) -> Callable[[], np.ndarray]:
+    def start_prediction(self, image: Picture) -> Callable[[], np.ndarray]:
         """Start `probabilities`; the function that is returned waits for them, in any thread."""
-        crops, passes = self.view(self.planes(image)), self.passes  # (3, h, w) or (10, 3, h, w)
-        shown = pinned(crops, self.mean.device)[None]
-        with memory_errors(f"while an image was classified. {passes.memory_advice}"), torch.inference_mode():
-            logits = class_logits(passes, shown)[0]
-            wait = start_copy((logits.softmax(dim=0), logits.max().isfinite()))
+        crops = pinned(self.view(self.planes(image)), self.mean.device)  # (3, h, w) or (10, 3, h, w)
+        forward = self.forward_pass
+        with memory_errors(f"while an image was classified. {forward.memory_advice}"), torch.inference_mode():
+            logits = class_logits(forward, crops[None])[0]
+            wait_for_copy = start_copy((logits.softmax(dim=0), logits.max().isfinite()))
 
-        def finished() -> np.ndarray:
-            probabilities, is_finite = wait()
-            passes.check_scores(int(not is_finite), 1, "images")
+        def finish() -> np.ndarray:
+            probabilities, is_finite = wait_for_copy()
+            forward.check_scores(int(not is_finite), 1, "images")
             return probabilities.numpy()
 
-        return finished
+        return finish
 
 
 def pinned(image: Tensor, device: torch.device) -> Tensor:
@@ -232,9 +254,11 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS
         kind = f"a Pillow image of mode {image.mode}"
     if isinstance(image, np.ndarray):
         kind = f"an array of {image.dtype} {image.shape}"
-        planes = image if image.ndim != 2 else np.repeat(image[..., None], COLOURS if is_colour else 1, axis=2)
-        if planes.dtype == np.uint8 and planes.shape[2:] == (channels,) and planes.size:
-            return planes
-    pixels = "pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) of gray, as a Pillow image, or as"
-    pixels = pixels if is_colour else f"a uint8 array (H, W, {channels}), or"
-    raise ValueError(f"got {kind}: expected {pixels} the path of a file")
+        pixels = image if image.ndim != 2 else np.repeat(image[..., None], COLOURS if is_colour else 1, axis=2)
+        if pixels.dtype == np.uint8 and pixels.shape[2:] == (channels,) and pixels.size:
+            return pixels
+    if is_colour:
+        expected = "pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) of gray, as a Pillow image, or as"
+    else:
+        expected = f"a uint8 array (H, W, {channels}), or"
+    raise ValueError(f"got {kind}: expected {expected} the path of a file")

@@ -1,7 +1,7 @@
 """Networks as `torch.export` programs, which run without this code.
 
 `torch.export` traces one example, with symbols for its sizes. Whatever the example decided becomes an assertion in the
-program. Equality assertions only concern memory layout, or how PyTorch rounded a size, so `exported` removes them. To
+program. Equality assertions only concern memory layout, or how PyTorch rounded a size, so `program_of` removes them. To
 catch any that mattered, `largest_difference` compares the program with the network at other sizes.
 """
 
@@ -53,10 +53,10 @@ class FromLevels(nn.Module):
         inputs = (images - self.mean) / self.std
         logits = self.network(inputs if inputs.dtype == self.dtype else inputs.to(self.dtype))
         logits = logits if logits.dtype.itemsize >= 4 else logits.float()
-        return decided(self.network, logits) if self.argmax else logits
+        return predicted_classes(self.network, logits) if self.argmax else logits
 
 
-def decided(network: nn.Module, logits: Tensor) -> Tensor:
+def predicted_classes(network: nn.Module, logits: Tensor) -> Tensor:
     """The classes of pixels or images, int64 (N, …)."""
     return network.decide(logits).long() if isinstance(network, SegmentationNetwork) else logits.argmax(dim=1)
 
@@ -78,7 +78,7 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
     return max(rounded_up(size, stride) - stride + (kernel_size - 1) * dilation + 1 - size, 0)
 
 
-def exported(
+def program_of(
     predictor: Predictor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None, argmax: bool = False
 ) -> ExportedProgram:
     """The program of a network (see `FromLevels`), for any N, H, W or for one `size` (H, W), in `dtype` or its own.
@@ -110,7 +110,7 @@ def exported(
             f"{reason}{advice}"
         ) from error
     graph = program.graph_module
-    _drop_equalities(graph)
+    _remove_equality_assertions(graph)
     for node in graph.graph.nodes:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):  # names of files and classes
             node.meta.pop(key, None)
@@ -141,16 +141,18 @@ def largest_difference(
         shape = count, predictor.channels, height, width
         images = 255 * torch.rand(shape, generator=generator, dtype=predictor.mean.dtype)
         with torch.inference_mode():
-            logits, outputs = predictor(images), run(images)
+            logits = predictor(images)
+            outputs = run(images)
         if outputs.is_floating_point():
             difference = (outputs - logits).abs().max() / logits.abs().max()
         else:
-            difference = (outputs != decided(predictor.network, logits)).double().mean()
+            difference = (outputs != predicted_classes(predictor.network, logits)).double().mean()
         worst = max(worst, difference.item())
     return worst
 
 
-def _drop_equalities(module: GraphModule) -> None:
+def _remove_equality_assertions(module: GraphModule) -> None:
+    """Remove the assertions that two sizes are equal, or that they differ, however often they are negated."""
     for node in module.graph.find_nodes(op="call_function", target=ASSERT_SCALAR):
         condition = node.args[0]
         while isinstance(condition, Node) and condition.target is torch.sym_not:

@@ -69,7 +69,7 @@ class LRSchedule:
     called_with: ClassVar[tuple[str, ...]] = ("optimizer", "steps", "steps_per_epoch", "warmup")
 
     def check(self) -> None:
-        _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
+        _refuse_both("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
 
 
 @choice("lr_schedule")
@@ -106,16 +106,16 @@ class MultiStep(LRSchedule):
 
     def check(self) -> None:
         super().check()
-        _check_one_of("epochs", self.epochs, "steps", self.steps, needed=True)
+        _refuse_both("epochs", self.epochs, "steps", self.steps)
+        if self.epochs is None and self.steps is None:
+            raise ValueError("lr_schedule.epochs and lr_schedule.steps are both null: give one of them")
         for name, values in (("epochs", self.epochs), ("steps", self.steps)):
             if values is not None and sorted(set(values)) != values:
                 raise ValueError(f"lr_schedule.{name}={values}: expected rising numbers")
 
 
-def _check_one_of(first: str, first_value: object, second: str, second_value: object, needed: bool = False) -> None:
-    """Raise ValueError if both are given, or neither where one is `needed`."""
+def _refuse_both(first: str, first_value: object, second: str, second_value: object) -> None:
+    """Raise ValueError if two keys of `lr_schedule` that exclude each other are both given."""
     if first_value is not None and second_value is not None:
         conflict = f"lr_schedule.{first}={first_value} and lr_schedule.{second}={second_value}"
         raise ValueError(f"{conflict}: give null for one of them")
-    if needed and first_value is None and second_value is None:
-        raise ValueError(f"lr_schedule.{first} and lr_schedule.{second} are both null: give one of them")

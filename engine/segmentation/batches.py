@@ -26,7 +26,7 @@ class AtOnce:
     images: int = 1  # or windows
     pixels: int | None = None  # of all images in a pass, at most, but at least one image; replaces `images`
 
-    def fitting(self, forward: Forward, views: Views, size: tuple[int, int]) -> tuple[int, int]:
+    def counts_per_pass(self, forward: Forward, views: Views, size: tuple[int, int]) -> tuple[int, int]:
         """How many images of `size` (H, W) are predicted at once, and how many windows of each."""
         classes, _, grid = resolution(forward)
         region, windows = views.widest(size, grid)
@@ -36,7 +36,7 @@ class AtOnce:
         images = max(1, most // windows)
         return images, min(windows, most // images)
 
-    def attempts(
+    def predict_parts(
         self, forward: Forward, views: Views, batch: dict, predict: Callable[[dict, int], T]
     ) -> Iterator[tuple[dict, T]]:
         """Yield parts of a batch of images of one size, and what `predict(part, windows at once)` returns.
@@ -44,32 +44,37 @@ class AtOnce:
         It is called again with less if memory runs out. MemoryError: there is not enough for one image or window.
         """
         size = batch["image"].shape[2:]
-        too_many = 0  # passes that were too many
+        first_failed_count = 0  # images or windows of the first pass for which memory did not suffice
         while batch["image"].shape[0]:
-            images, windows = self.fitting(forward, views, size)
-            part = {key: values[:images] for key, values in batch.items()}
-            passes = len(part["image"]) * windows
-            result = None
+            image_count, window_count = self.counts_per_pass(forward, views, size)
+            part = {key: values[:image_count] for key, values in batch.items()}
+            count = len(part["image"]) * window_count
+            prediction = None
             try:
-                result = predict(part, windows)
+                prediction = predict(part, window_count)
             except (MemoryError, RuntimeError) as error:
-                if passes == 1 or not is_out_of_memory(error):
+                if count == 1 or not is_out_of_memory(error):
                     raise
-            if result is None:  # the error is gone by now, and with it the tensors of its frames
-                too_many = too_many or passes
-                self.images = passes // 2
-                if self.pixels is not None:
-                    self.pixels = self.images * math.prod(views.widest(size, resolution(forward)[2])[0])
+            if prediction is None:  # the error is gone by now, and with it the tensors of its frames
+                first_failed_count = first_failed_count or count
+                self._limit(count // 2, forward, views, size)
                 continue
-            if too_many:
+            if first_failed_count:
                 kind = f"images or windows of {size[0]}x{size[1]} pixels"
-                logger.warning(f"out of memory with {too_many} {kind} at once: {passes} from now on")
-                too_many = 0
-            yield part, result
-            batch = {key: values[images:] for key, values in batch.items()}
+                logger.warning(f"out of memory with {first_failed_count} {kind} at once: {count} from now on")
+                first_failed_count = 0
+            yield part, prediction
+            batch = {key: values[image_count:] for key, values in batch.items()}
+
+    def _limit(self, count: int, forward: Forward, views: Views, size: tuple[int, int]) -> None:
+        """From now on, at most `count` images of `size` or windows, or as many pixels, are in a pass."""
+        self.images = count
+        if self.pixels is not None:
+            region, _ = views.widest(size, resolution(forward)[2])
+            self.pixels = count * math.prod(region)
 
 
-def of_equal_size(minibatches: Iterable[dict], most: Callable[[tuple[int, int]], int]) -> Iterator[dict]:
+def batches_of_equal_size(minibatches: Iterable[dict], most: Callable[[tuple[int, int]], int]) -> Iterator[dict]:
     """Join minibatches of single images, see `datasets.WholeImages`, to batches of `most(size)` images of one size.
 
     Few images wait for others, so batches may be smaller.
@@ -77,17 +82,19 @@ def of_equal_size(minibatches: Iterable[dict], most: Callable[[tuple[int, int]],
     waiting: dict[tuple, list[dict]] = {}
     for minibatch in minibatches:
         size = minibatch["image"].shape[2:]
-        key = (*size, "label" in minibatch)
-        enough = most(size)
-        waiting.setdefault(key, []).append(minibatch)
-        if len(waiting[key]) >= enough:
-            yield _joined(waiting.pop(key))
-        elif sum(map(len, waiting.values())) >= _MOST_WAITING * enough:
-            yield _joined(waiting.pop(max(waiting, key=lambda key: len(waiting[key]))))
-    yield from map(_joined, waiting.values())
+        kind = (*size, "label" in minibatch)
+        batch_size = most(size)
+        waiting.setdefault(kind, []).append(minibatch)
+        if len(waiting[kind]) >= batch_size:
+            yield _join(waiting.pop(kind))
+        elif sum(map(len, waiting.values())) >= _MOST_WAITING * batch_size:
+            commonest_kind = max(waiting, key=lambda kind: len(waiting[kind]))
+            yield _join(waiting.pop(commonest_kind))
+    yield from map(_join, waiting.values())
 
 
-def _joined(minibatches: list[dict]) -> dict:
+def _join(minibatches: list[dict]) -> dict:
+    """One batch of the tensors and the lists of several minibatches."""
     if len(minibatches) == 1:
         return minibatches[0]
     columns = {key: [minibatch[key] for minibatch in minibatches] for key in minibatches[0]}

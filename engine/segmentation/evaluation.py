@@ -20,7 +20,7 @@ from engine.process.stopping import UntilStopped
 from engine.process.transfers import HostCopy, prefetched
 from engine.records.added_scores import NOTHING_ADDED, PROBABILITIES, AddedScores
 from engine.records.evaluated import Evaluated
-from engine.segmentation.batches import AtOnce, of_equal_size
+from engine.segmentation.batches import AtOnce, batches_of_equal_size
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.pictures import compared_images, folder_for_pictures, official_png, overlay_png
 from engine.segmentation.scores import PER_CLASS, Counts, ImageScores, segmentation_scores
@@ -54,54 +54,60 @@ def evaluate_split(
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
     counts = Counts(dataset.table, world.device)
-    predicted = 0
-    in_first_part = 0  # images, which are not timed
-    since_s = 0.0
 
-    def counted(batch: dict, windows: int) -> Tensor:
+    def predict_and_count(batch: dict, windows: int) -> Tensor:
         unscored = torch.zeros_like(counts.unscored)
 
-        def rows_seen(probabilities: Tensor, rows: slice) -> None:
+        def add_rows(probabilities: Tensor, rows: slice) -> None:
             added.add_probabilities(probabilities, batch["label"][:, rows], batch["name"])
 
-        seen = rows_seen if "label" in batch and added.reading(PROBABILITIES) else None
+        on_probabilities = add_rows if "label" in batch and added.reading(PROBABILITIES) else None
         with added.undone_after_errors():
             predictions = predict(
-                forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=seen
+                forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=on_probabilities
             )
         if "label" in batch:
             counts.add(predictions, batch)
         counts.unscored.add_(unscored)  # last: an attempt that runs out of memory counts nothing
         return predictions
 
+    image_count = 0
+    untimed_count = 0  # images of the first part
+    since_s = 0.0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
-    together = of_equal_size(prefetched(loaded, world.device), lambda size: at_once.fitting(forward, views, size)[0])
-    for batch in together:
-        for part, predictions in at_once.attempts(forward, views, batch, counted):
-            predicted += len(predictions)
+    for batch in batches_of_equal_size(
+        prefetched(loaded, world.device), lambda size: at_once.counts_per_pass(forward, views, size)[0]
+    ):
+        for part, predictions in at_once.predict_parts(forward, views, batch, predict_and_count):
+            image_count += len(predictions)
             if "label" in part:
                 added.add(predictions, part["label"], part["name"])
             on_prediction(part, predictions)
-            in_first_part = in_first_part or len(predictions)
+            untimed_count = untimed_count or len(predictions)
             since_s = since_s or time.perf_counter()
     counts.add_up(world)
-    if predicted > in_first_part:
-        logger.info(speed_of(predicted - in_first_part, since_s))
-    unscored, total = counts.unscored.tolist()
-    forward.check_scores(unscored, total, "pixels")
-    scores = segmentation_scores(counts.confusion, dataset.classes)
+    if image_count > untimed_count:
+        logger.info(speed_of(image_count - untimed_count, since_s))
+    unscored_count, pixel_count = counts.unscored.tolist()
+    forward.check_scores(unscored_count, pixel_count, "pixels")
+    evaluated = _evaluated(counts.confusion, dataset, views, image_count=sum(world.gather(image_count)))
+    return added.added_to(evaluated, world)
+
+
+def _evaluated(confusion: Tensor, dataset: SegmentationDataset, views: Views, image_count: int) -> Evaluated:
+    """The scores of a confusion matrix, as they are recorded and shown."""
+    scores = segmentation_scores(confusion, dataset.classes)
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
     for kind in PER_CLASS:
         shares |= {f"val_{kind}/{name}": share for name, share in scores[kind].items() if share is not None}
-    evaluated = Evaluated(
+    return Evaluated(
         scores=scores,
         summary=f"mIoU {100 * scores['miou']:.2f} %  pixel accuracy {100 * scores['pixel_accuracy']:.2f} %",
-        images=sum(world.gather(predicted)),
-        details={"confusion_matrix": counts.confusion.tolist(), "views": views.record()},
+        images=image_count,
+        details={"confusion_matrix": confusion.tolist(), "views": views.record()},
         curves={name: 100 * share for name, share in shares.items()},
         table=partial(iou_table, scores),
     )
-    return added.added_to(evaluated, world)
 
 
 @contextmanager
@@ -116,21 +122,21 @@ def written_predictions(
     paths = {key: path for key, path in (("predictions", predictions), ("overlays", overlays)) if path}
     if len({Path(path).resolve() for path in paths.values()}) < len(paths):
         raise ValueError(f"predictions={predictions} is also the folder of overlays: give two folders")
-    names = [f"{short_name(entry.name)}.png" for entry in dataset.files] if paths else []
+    names = [f"{short_name(file.name)}.png" for file in dataset.files] if paths else []
     if per_image is not None and not dataset.has_labels:
         raise ValueError(f"per_image={per_image}: split {dataset.split} of {dataset.name} has no labels")
     table = None if per_image is None else ImageScores(dataset.classes, Path(per_image), "per_image")
-    makers = {"predictions": official_png, "overlays": overlay_png}
-    kinds = [(makers[key], folder_for_pictures(key, path, dataset, names)) for key, path in paths.items()]
+    encoders = {"predictions": official_png, "overlays": overlay_png}
+    outputs = [(encoders[key], folder_for_pictures(key, path, dataset, names)) for key, path in paths.items()]
 
-    def write(minibatch: dict, predicted: Tensor) -> None:
-        for number, name in enumerate(map(short_name, minibatch["name"] if kinds else [])):
-            copied = HostCopy(compared_images(minibatch, predicted, number, dataset.shown))
-            size = 14 * predicted[number].nbytes  # an overlay has nine bytes a pixel; the copy has five
-            for make, folder in kinds:
-                files.add(partial(make, dataset, copied), partial(write_file, folder / f"{name}.png"), size)
+    def write(minibatch: dict, predictions: Tensor) -> None:
+        for number, name in enumerate(map(short_name, minibatch["name"] if outputs else [])):
+            copied = HostCopy(compared_images(minibatch, predictions, number, dataset.shown))
+            size = 14 * predictions[number].nbytes  # an overlay has nine bytes a pixel; the copy has five
+            for encode, folder in outputs:
+                files.add(partial(encode, dataset, copied), partial(write_file, folder / f"{name}.png"), size)
         if table is not None:
-            table.add(minibatch, predicted)
+            table.add(minibatch, predictions)
 
     with WrittenBehind() as files:  # whose threads wait for the device
         yield write

@@ -109,7 +109,7 @@ def predict(
     def mean_softmax(scores: Tensor) -> Tensor:
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
-    def kept(scores: Tensor) -> Tensor:  # (N, classes, rows, W) -> (N, channels, rows, W)
+    def predict_rows(scores: Tensor) -> Tensor:  # (N, classes, rows, W) -> (N, channels, rows, W)
         highest, classes = scores.max(dim=1, keepdim=True)
         if unscored is not None:
             unscored[0] += highest.isfinite().logical_not_().sum()
@@ -123,21 +123,13 @@ def predict(
     network: Any = forward.network.eval()
     count, _, height, width = images.shape
     size = views.size((height, width))
-    classes, stride, _ = resolution(forward)
-    values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
     pixels = f"{height}x{width} pixels"
     when = f"an image of {pixels} was evaluated" if count == 1 else f"{count} images of {pixels} were evaluated"
     with memory_errors(f"while {when}. {forward.memory_advice}"), torch.inference_mode():
-        if views.is_single_pass(size) and values <= _MOST_SCORES:
-            parts = iter([forward(images, size=size, antialias=views.antialias, **views.options())])
-        elif views.is_single_pass(size) and views.upsampling == EXACT:
-            parts = _network_scores(forward, images, size, views)
-        else:
-            parts = _scores(forward, images, size, views, windows)
         top = 0
         predicted = []
-        for scores in parts:
-            predicted.append(kept(scores))
+        for scores in _scores(forward, images, size, views, windows):
+            predicted.append(predict_rows(scores))
             if on_probabilities is not None:
                 on_probabilities(*_resized_rows(mean_softmax(scores), top, size, (height, width)))
             top += scores.shape[2]
@@ -162,7 +154,21 @@ def _resized_rows(scores: Tensor, top: int, size: tuple[int, int], to_size: tupl
     return scores.index_select(2, rows).index_select(3, columns), slice(first, last)
 
 
-def _network_scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
+def _scores(
+    forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int
+) -> Iterator[Tensor]:
+    """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
+    classes, stride, _ = resolution(forward)
+    value_count = len(images) * classes * math.prod(math.ceil(side / stride) * stride for side in size)
+    if views.is_single_pass(size) and value_count <= _MOST_SCORES:
+        yield forward(images, size=size, antialias=views.antialias, **views.options())
+    elif views.is_single_pass(size) and views.upsampling == EXACT:
+        yield from _scores_of_single_pass(forward, images, size, views)
+    else:
+        yield from _scores_of_views(forward, images, size, views, windows_per_pass)
+
+
+def _scores_of_single_pass(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Logits (N, classes, rows, W) of a single pass at `size`, some rows at a time, bitwise the network's own."""
     cells = forward(images, size=size, antialias=views.antialias, cells=True)
     count, classes, height, width = cells.shape
@@ -174,22 +180,22 @@ def _network_scores(forward: Forward, images: Tensor, size: tuple[int, int], vie
         yield pixels[:, :, (top - first) * stride : (top + rows - first) * stride]
 
 
-def _scores(
+def _scores_of_views(
     forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int
 ) -> Iterator[Tensor]:
-    """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
+    """Like `_scores`, of any views and windows."""
     images = images.to(forward.mean.device, non_blocking=True)
     orientations = [images, images.flip(3)] if views.flip else [images]
     own_size = (images.shape[-2], images.shape[-1])
     _, stride, _ = resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
-    logits = [_logits(forward, pixels, seen_size, views, windows_per_pass) for pixels, seen_size in seen]
+    logits = [_logits_of_view(forward, pixels, seen_size, views, windows_per_pass) for pixels, seen_size in seen]
     covered = [views.covered(seen_size, size, stride) for _, seen_size in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
         parts = (
-            _rows(cells, rows, size[1], pixels, mirrored=views.flip and number % 2 == 1)
+            _upsampled_rows(cells, rows, size[1], pixels, mirrored=views.flip and number % 2 == 1)
             for number, (cells, pixels) in enumerate(zip(logits, covered, strict=True))
         )
         scores = next(parts)  # (N, classes, rows, W)
@@ -209,7 +215,9 @@ def resolution(forward: Forward) -> tuple[int, int, int]:
     return (network.classes, network.stride, network.grid) if isinstance(network, SegmentationNetwork) else (1, 1, 1)
 
 
-def _logits(forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int) -> Tensor:
+def _logits_of_view(
+    forward: Forward, images: Tensor, size: tuple[int, int], views: Views, windows_per_pass: int
+) -> Tensor:
     """Logits of `images` (N, C, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution.
 
     `windows_per_pass`: of equal size.
@@ -226,8 +234,8 @@ def _logits(forward: Forward, images: Tensor, size: tuple[int, int], views: View
         strip = torch.zeros(len(images), classes, len(row_weights), width, device=images.device)
         down = range(top * stride, min((top + len(row_weights)) * stride, size[0]))  # edges may cut windows
         across = [range(left * stride, min((left + len(weights)) * stride, size[1])) for left, weights in columns]
-        whole = sum(len(pixels) == len(across[0]) for pixels in across)  # only the last may be cut
-        for first, last in pairwise([*range(0, whole, windows_per_pass), *range(whole, len(across) + 1)]):
+        whole_count = sum(len(pixels) == len(across[0]) for pixels in across)  # only the last may be cut
+        for first, last in pairwise([*range(0, whole_count, windows_per_pass), *range(whole_count, len(across) + 1)]):
             regions = [resized_region(images, size, down, pixels, views.antialias) for pixels in across[first:last]]
             logits = forward(torch.cat(regions), cells=True, **views.options()).chunk(len(regions))
             for (left, column_weights), cells in zip(columns[first:last], logits, strict=True):
@@ -236,12 +244,12 @@ def _logits(forward: Forward, images: Tensor, size: tuple[int, int], views: View
     return sums
 
 
-def _rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mirrored: bool) -> Tensor:
+def _upsampled_rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mirrored: bool) -> Tensor:
     """Rows of upsampled logits (N, classes, h, w), cut to `width` pixels and mirrored back: (N, classes, rows, width).
 
     covered: height and width in pixels that the cells cover, at least the image's.
     """
-    taps = _taps(logits.shape[2], logits.shape[2] / covered[0], rows, logits)
+    taps = _taps(rows, logits.shape[2], logits.shape[2] / covered[0], logits.device)
     cells = taps.blend(logits[:, :, taps.first : taps.last + 1], dim=2)  # (N, classes, rows, w)
     if covered[1] == width:
         return F.interpolate(cells.flip(3) if mirrored else cells, (len(rows), width), mode="bilinear")
@@ -285,8 +293,8 @@ def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: 
     if tuple(images.shape[-2:]) == size:
         return images[..., rows.start : rows.stop, columns.start : columns.stop]
     down, across = (
-        _taps(images.shape[dim], images.shape[dim] / size[dim], part, images, antialias)
-        for dim, part in ((-2, rows), (-1, columns))
+        _taps(pixels, images.shape[dim], images.shape[dim] / size[dim], images.device, antialias)
+        for dim, pixels in ((-2, rows), (-1, columns))
     )
     images = images[..., down.first : down.last + 1, across.first : across.last + 1].float()
     return across.blend(down.blend(images, dim=2), dim=3)
@@ -310,15 +318,18 @@ class _Taps:
         return total
 
 
-def _taps(original: int, step: float, part: range, like: Tensor, antialias: bool = False) -> _Taps:
-    """The taps of the pixels `part` when F.interpolate resizes an axis of `original` pixels, `step` for one pixel."""
+def _taps(pixels: range, source_length: int, step: float, device: torch.device, antialias: bool = False) -> _Taps:
+    """What F.interpolate averages for some `pixels` of an axis that it resizes, computed as it does.
+
+    `source_length`: pixels of the axis before. `step`: how many of them a pixel covers after.
+    """
     # On the host, which needs `first` and `last`: reading them from the device would wait for it.
     reach = max(1.0, step) if antialias else 1.0  # weights fall linearly to 0 at this distance
-    positions = (np.arange(part.start, part.stop, dtype=np.float32) + 0.5) * step - 0.5
+    positions = (np.arange(pixels.start, pixels.stop, dtype=np.float32) + 0.5) * step - 0.5
     sources = np.floor(positions - reach).astype(np.int64) + 1 + np.arange(math.ceil(2 * reach))[:, None]
-    weights = (1 - abs(sources - positions) / reach).clip(min=0) * ((sources >= 0) & (sources < original))
+    weights = (1 - abs(sources - positions) / reach).clip(min=0) * ((sources >= 0) & (sources < source_length))
     weights = (weights / weights.sum(axis=0)).astype(np.float32)
-    sources = sources.clip(0, original - 1)  # (taps, pixels)
+    sources = sources.clip(0, source_length - 1)  # (taps, pixels)
     first = int(sources[0, 0])
-    copies = (torch.from_numpy(array).to(like.device, non_blocking=True) for array in (sources - first, weights))
+    copies = (torch.from_numpy(array).to(device, non_blocking=True) for array in (sources - first, weights))
     return _Taps(first, int(sources[-1, -1]), *copies)

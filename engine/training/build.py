@@ -33,7 +33,7 @@ def learner(
     torch.manual_seed(config.seed)
     plain = forward(config, make(), world.device)
     if isinstance(plain.network, SegmentationNetwork):
-        _check_decide(plain.network, world.device)
+        _check_classes_of_head(plain.network, world.device)
     if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):
         _correct_on_cpu(config.trainer, plain.network)
     if world.rank:
@@ -41,18 +41,23 @@ def learner(
     return learner_of(config, plain, schedule, world, eager_because)
 
 
-def _check_decide(network: SegmentationNetwork, device: torch.device) -> None:
-    """ValueError: what the head decides is no class of each pixel. The first evaluation would be late to find it."""
-    was_training = network.head.training
+def _check_classes_of_head(network: SegmentationNetwork, device: torch.device) -> None:
+    """Raise ValueError unless `decide` of the head returns a class for every pixel.
+
+    Without this check, the first evaluation would find it.
+    """
+    was_training = {module: module.training for module in network.head.modules()}
     network.head.eval()
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             network.decide(torch.zeros(1, network.classes, 64, 64, device=device))
-        except ValueError:
-            raise
-        except Exception as error:  # anything, from code that is not ours
-            raise ValueError(f"{type(network.head).__name__}.decide: {type(error).__name__}: {error}") from error
-    network.head.train(was_training)
+    except ValueError:
+        raise
+    except Exception as error:  # anything, from code that is not ours
+        raise ValueError(f"{type(network.head).__name__}.decide: {type(error).__name__}: {error}") from error
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:

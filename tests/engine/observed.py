@@ -281,15 +281,14 @@ def of_evaluation(options: Evaluation | Prediction, config: TrainingRun) -> Coun
     with left_out(note) as patch:
         for module in (entry, opening):
             patch.setattr(module, "trained_forward", forward)
-            patch.setattr(module, "checkpoint_of", lambda options: _checkpoint(options, state, config))
+            patch.setattr(module, "load_checkpoint", lambda options: _checkpoint(options, state, config))
         patch.setattr(opening, "to_standard", lambda network, **_: network)
         patch.setattr(opening, "device_of", lambda device: note("device", device) or torch.device("cpu"))
         if isinstance(options, Prediction):
             network = opening.open_checkpoint("net.pt", options).network
             parts = {name: part for name, part in vars(network).items() if name not in vars(nn.Module())}
-            note(
-                "predictor", {**parts, "_forward": _of_forward(network.passes), "view": getattr(network, "view", None)}
-            )
+            parts |= {"_forward": _of_forward(network.forward_pass), "view": getattr(network, "view", None)}
+            note("predictor", parts)
             return lines
         evaluated = Evaluated({}, "", 0)
         for name in ("segmentation.evaluation", "classification.accuracy"):

@@ -116,7 +116,7 @@ def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             run(source, tmp_path / "net.pt2", *overrides)
-    monkeypatch.setattr("scripts.export.exported", lambda *_: None)
+    monkeypatch.setattr("scripts.export.program_of", lambda *_: None)
     monkeypatch.setattr("scripts.export.exported_program", lambda *_: b"")
     monkeypatch.setattr("torch.export.load", lambda _: SimpleNamespace(module=lambda: None))
     monkeypatch.setattr("scripts.export.largest_difference", lambda *_: 1e-3)

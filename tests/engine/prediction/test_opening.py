@@ -17,7 +17,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import recorded
 from engine.prediction import evaluate, predictors
 from engine.prediction.opening import open_checkpoint, open_network, predictor
-from engine.prediction.programs import exported
+from engine.prediction.programs import program_of
 from engine.schema.evaluation import Prediction, Window
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
@@ -133,6 +133,17 @@ def test_weights_that_are_not_finite_are_refused_by_name(file, tmp_path):
             open_network(tmp_path / "net.pt", Prediction(averaged=False))
 
 
+def test_a_part_that_a_checkpoint_lacks_is_named_and_our_own_mistakes_keep_their_traceback(file, tmp_path, monkeypatch):
+    state = checkpoint.load(file)
+    del state["format"]
+    checkpoint.save(tmp_path / "net.pt", {name: part for name, part in state.items() if name != "palette"})
+    with pytest.raises(ValueError, match="net.pt has no 'palette', which its task needs. Restore the file from a copy"):
+        open_network(tmp_path / "net.pt")
+    monkeypatch.setattr(assemble, "views", lambda *_: {}["ours"])
+    with pytest.raises(KeyError, match="ours"):
+        open_network(file)
+
+
 def test_a_prediction_without_finite_scores_is_an_error(file, tmp_path):
     trees.picture(tmp_path / "a.png")
     network = open_network(file, Prediction(device="cpu"))
@@ -150,7 +161,7 @@ def test_a_prediction_starts_without_a_wait_for_the_device(file, views, tmp_path
     image = trees.picture(tmp_path / "a.png")
     for probabilities, expected in ((False, network.predict(image)), (True, network.probabilities(image))):
         with host_reads() as reads:
-            finish = network.started(image, probabilities)
+            finish = network.start_prediction(image, probabilities)
             assert reads == []
             assert np.array_equal(finish(), expected) and reads
 
@@ -239,4 +250,4 @@ def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
     torch.testing.assert_close(network(images), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"subtracts a mean image of 32x32 pixels: give size=\[32,32\]"):
-        exported(network)
+        program_of(network)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.prediction.predictors import Predictor
-from engine.prediction.programs import FromLevels, exported, largest_difference, whole_paddings
+from engine.prediction.programs import FromLevels, largest_difference, program_of, whole_paddings
 from keepless import ABN, InPlaceABN
 from models.forward import Forward
 from models.heads import DeepLabV3
@@ -37,10 +37,10 @@ def segmenter(name: str, **options) -> nn.Module:
 def test_every_body_computes_the_same_at_other_sizes(name, task):
     network = segmenter(name) if task == "segmentation" else SMALL_BODIES[name](InPlaceABN, classes=len(CLASSES))
     original = predictor(network)
-    assert largest_difference(exported(original).module(), original) < 1e-10
+    assert largest_difference(program_of(original).module(), original) < 1e-10
     original = original.float()
-    assert largest_difference(exported(original, argmax=True).module(), original) < 1e-3
-    assert largest_difference(exported(original).module(), original) < 1e-4
+    assert largest_difference(program_of(original, argmax=True).module(), original) < 1e-3
+    assert largest_difference(program_of(original).module(), original) < 1e-4
 
 
 def test_weights_trained_in_channels_last_are_contiguous():
@@ -59,7 +59,7 @@ def test_a_program_takes_every_size_that_the_network_takes(stride):
     head = DeepLabV3(8, hidden_channels=4, out_channels=6, dilations=(2,), norm_act=ABN)
     network = SegmentationNetwork(body, head, len(CLASSES)).to(memory_format=torch.channels_last)
     original = predictor(network, torch.float32)
-    program = exported(original).module()
+    program = program_of(original).module()
     for size in ((1, 1), (stride, 90), (90, stride), (stride + 1, 1)):
         images = 255 * torch.rand(1, 3, *size) + 1
         torch.testing.assert_close(program(images), original(images))
@@ -72,13 +72,13 @@ def test_a_program_cuts_the_finer_cells_of_a_head_at_every_size():
     head = nn.Sequential(nn.Conv2d(8, 6, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
     head.out_channels, head.output_stride = 6, 4
     original = predictor(SegmentationNetwork(body, head, len(CLASSES)))
-    assert largest_difference(exported(original).module(), original) < 1e-10
+    assert largest_difference(program_of(original).module(), original) < 1e-10
 
 
 def test_norms_stay_in_float32_and_no_file_is_named():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, len(CLASSES), 1))
     original = predictor(network, torch.float32)
-    program = exported(original, dtype=torch.float16)
+    program = program_of(original, dtype=torch.float16)
     assert largest_difference(program.module(), original) < 2e-3
     assert program.state_dict["network.0.weight"].dtype == torch.float16
     assert program.state_dict["network.1.running_var"].dtype == torch.float32
@@ -93,14 +93,14 @@ def test_a_network_with_a_pooling_window_is_exported_for_one_size():
     head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, pooling_size=(30, 31))
     original = predictor(SegmentationNetwork(body, head, len(CLASSES)))
     with pytest.raises((RuntimeError, ValueError)):
-        largest_difference(exported(original).module(), original)
-    assert largest_difference(exported(original, size=(97, 131)).module(), original, size=(97, 131)) < 1e-10
+        largest_difference(program_of(original).module(), original)
+    assert largest_difference(program_of(original, size=(97, 131)).module(), original, size=(97, 131)) < 1e-10
 
 
 @pytest.mark.slow
 def test_a_body_that_adds_in_float32_is_refused_in_16_bits_with_the_reason():
     with pytest.raises(ValueError, match=r"images of 32x32 pixels in torch.float16: .*such as RevNets, need float32"):
-        exported(predictor(segmenter("revnet"), torch.float32), size=(32, 32), dtype=torch.float16)
+        program_of(predictor(segmenter("revnet"), torch.float32), size=(32, 32), dtype=torch.float16)
 
 
 def test_paddings_of_whole_numbers_are_timm_s_and_stay_in_the_export():

@@ -14,7 +14,7 @@ from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.records.evaluated import Evaluated
 from engine.segmentation import evaluation
-from engine.segmentation.batches import AtOnce, of_equal_size
+from engine.segmentation.batches import AtOnce, batches_of_equal_size
 from engine.segmentation.evaluation import evaluate_split
 from engine.segmentation.inference import WHOLE_IMAGE, Views, predict
 from models.forward import Forward
@@ -82,10 +82,10 @@ def test_images_wait_for_others_of_their_size():
     """At most four batches' worth of them. Those without a label are not joined with others."""
     few = minibatches([(8, 8)] * 3 + [(9, 9)] * 4 + [(8, 8)] * 2)
     del few[1]["label"]
-    batches = [batch["name"] for batch in of_equal_size(few, lambda _: 4)]
+    batches = [batch["name"] for batch in batches_of_equal_size(few, lambda _: 4)]
     assert batches == [["3", "4", "5", "6"], ["0", "2", "7", "8"], ["1"]]
     mixed = minibatches([(height, 8) for height in [*range(1, 9), 3, 3]])
-    batches = [batch["name"] for batch in of_equal_size(mixed, lambda _: 2)]
+    batches = [batch["name"] for batch in batches_of_equal_size(mixed, lambda _: 2)]
     assert batches == [["0"], ["2", "8"], *([name] for name in "1345679")]
 
 
@@ -188,10 +188,10 @@ def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
         ((64, 128), Views(window=64, overlap=0), (3, 2)),
         ((64, 128), Views(window=128), (3, 1)),
     ):
-        assert at_once.fitting(forward, views, size) == expected, (size, views)
+        assert at_once.counts_per_pass(forward, views, size) == expected, (size, views)
     assert at_once.pixels == pixels
     many = AtOnce(pixels=2**40)
-    assert many.fitting(forward, WHOLE_IMAGE, (64, 128))[0] == 2**28 // 19 // math.prod((64, 128))
-    assert assemble.at_once(config, torch.device("cpu"), 2).fitting(forward, WHOLE_IMAGE, (8, 8)) == (1, 1)
+    assert many.counts_per_pass(forward, WHOLE_IMAGE, (64, 128))[0] == 2**28 // 19 // math.prod((64, 128))
+    assert assemble.at_once(config, torch.device("cpu"), 2).counts_per_pass(forward, WHOLE_IMAGE, (8, 8)) == (1, 1)
     config.trainer.evaluate_batch_size = 7
     assert assemble.at_once(config, torch.device("cpu"), 2) == assemble.at_once(config, cuda, 2) == AtOnce(7)
