@@ -29,7 +29,7 @@ class Call:
         self.kwargs = kwargs
         self.row = row  # of the table of functions
         self.arguments = (*args, *kwargs.values()) if kwargs else args
-        self.first_node = next_node_number()
+        self.first_node_number = next_node_number()
         self.overwrites = False  # it overwrites an argument
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
         self.why = ""  # why the result is kept
@@ -50,7 +50,7 @@ class Call:
     def has_made(self, base: Tensor) -> bool:
         """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
         node = base.grad_fn
-        if self.overwrites or node is None or node_number(node) < self.first_node:
+        if self.overwrites or node is None or node_number(node) < self.first_node_number:
             return False
         memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
         inputs = filter(is_ordinary, tensors_in(self.arguments))

@@ -5,6 +5,7 @@ about its calls before, as bits. Wrong bits cost memory or time, but change no g
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -33,30 +34,28 @@ _NEAR = 8  # a call that does not come next is sought among so many sites, as ot
 _GROWS = 4  # advice grows to at most about so many times the sites of its first pass
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Site:
     """A place in the program where a function is called."""
 
-    __slots__ = (
-        *("advice", "branches", "function", "most_bytes", "next"),
-        *("nodes_before", "number", "parameter", "row", "writes"),
-    )
+    function: Any  # None: no call
+    row: Row
+    number: int  # order in the first pass
+    nodes_before: int  # that autograd had made before it, and calls that had cut the graph
+    parameter_id: int = 0  # of the first one that it reads (programs may swap them: no reference)
+    advice: int = UNKNOWN
+    most_bytes: int = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
+    branches: "dict[Any, Site] | None" = None  # others that have come next, by their functions
+    next: "Site" = field(init=False)  # the one that has come next
+    writes: int = field(init=False)  # the row's, beside the advice: every call reads both
 
-    def __init__(self, function: Any, row: Row, number: int, nodes_before: int, parameter: int = 0):
-        self.function = function  # None: no call
-        self.row = row
-        self.writes = row.writes
-        self.number = number  # order in the first pass
-        self.nodes_before = nodes_before  # that autograd had made before it, and calls that had cut the graph
-        self.parameter = parameter  # the id of the first one that it reads (programs may swap them: no reference)
-        self.advice = UNKNOWN
-        self.most_bytes = -1  # bytes of counted results up to its own that a pass may make; -1: not known yet
-        self.next: Site = self  # the one that has come next
-        self.branches: dict[Any, Site] | None = None  # others that have come next, by their functions
+    def __post_init__(self) -> None:
+        self.next = self
+        self.writes = self.row.writes
 
 
 NOWHERE = -1  # number of sites without a place: see `Advice.no_grad_sites`
-END = Site(None, Row(), NOWHERE, 0)  # after the last call
-END.advice = 0
+END = Site(None, Row(), NOWHERE, 0, advice=0)  # after the last call
 
 
 class Advice:
@@ -69,19 +68,26 @@ class Advice:
         # Calls under `no_grad` have no place, as their number may vary: one site for all of a function, and no bytes.
         self.no_grad_sites: dict[Any, Site] = {}
         self.readers: dict[int, Site] = {}  # by id of a parameter: the first site that reads it (another does no harm)
-        self.first_count = self.site_count = 0  # numbers of sites after the first pass, and now
+        self.first_count = 0  # of sites after the first pass
+        self.site_count = 0  # of sites now
         self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls
-        # Of the first pass: nodes that autograd made, with cuts too (see `Site`), and bytes of counted results
-        self.node_count = self.nodes_and_cuts = self.result_bytes = 0
+        # Of the first pass
+        self.node_count = 0  # nodes that autograd made
+        self.nodes_and_cuts = 0  # with calls that cut the graph
+        self.result_bytes = 0  # of counted results
         self.added_nodes = 0  # of calls that were added later
+
+    def nodes_before(self, site: Site) -> int:
+        """Nodes and cuts that the first pass had made before a site, or in all before `END`."""
+        return self.nodes_and_cuts if site is END else site.nodes_before
 
     def find_site(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
         """The site of a call that does not come next: other calls may be missing, or new."""
-        parameter = parameter_of(args)
+        parameter_id = first_parameter_id(args)
         branch = None if last_site.branches is None else last_site.branches.get(function)
-        if branch is not None and branch.parameter == parameter:
+        if branch is not None and branch.parameter_id == parameter_id:
             return branch
-        site = self.readers.get(parameter)
+        site = self.readers.get(parameter_id)
         if site is not None and site.function == function:
             return site
         if branch is not None:
@@ -98,9 +104,9 @@ class Advice:
     ) -> Site:
         """A new site after another one. `nodes_before`: see `Site.nodes_before`; of use in the first pass alone."""
         if self.is_new:
-            site = Site(function, row, self.site_count, nodes_before, parameter_of(args))
+            site = Site(function, row, self.site_count, nodes_before, first_parameter_id(args))
         else:
-            site = Site(function, row, last_site.number, last_site.next.nodes_before, parameter_of(args))
+            site = Site(function, row, last_site.number, last_site.next.nodes_before, first_parameter_id(args))
             site.advice |= ADDED
             site.most_bytes = int(MORE * self.result_bytes)  # instead of calls that are missing
         site.next = last_site.next
@@ -110,8 +116,8 @@ class Advice:
             last_site.next = site
         else:
             last_site.branches = {**(last_site.branches or {}), function: site}
-        if site.parameter:
-            self.readers.setdefault(site.parameter, site)
+        if site.parameter_id:
+            self.readers.setdefault(site.parameter_id, site)
         self.site_count += 1
         return site
 
@@ -123,7 +129,7 @@ def derived_from(arguments: Sequence[Any], argument: object) -> int:
     return sum([DERIVE << n for n, candidate in enumerate(arguments[:MOST_DERIVED]) if candidate is argument])
 
 
-def parameter_of(args: tuple[Any, ...]) -> int:
+def first_parameter_id(args: tuple[Any, ...]) -> int:
     """The id of the first parameter that a call reads; 0 if it reads none."""
     for argument in args:
         if isinstance(argument, nn.Parameter):

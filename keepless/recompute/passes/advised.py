@@ -104,9 +104,9 @@ class Advised(Recording):
             super().start_hooks()
 
     def forget(self, has_raised: bool) -> None:
-        self.node_count = next_node_number() - self.registry.storages.first_node
+        self.node_count = next_node_number() - self.registry.storages.first_node_number
         if not self.is_first:
-            self._jump_to(END)
+            self._count_skipped(END)
         super().forget(has_raised)
         if not (self.is_first or self.has_left_plan):
             self.kept = [*self.earlier, *self.kept]
@@ -141,48 +141,55 @@ class Advised(Recording):
             return function(*args, **kwargs)
         if not are_plain or function in EXPOSE or function == SETS_DATA:
             self.is_learnable = self.is_learnable and are_plain
-            return self.ask(Call(function, row, args, kwargs))
+            return self.run_by_rules_with_hooks(Call(function, row, args, kwargs))
         if self.elsewhere is not None:
-            result = self.ask(Call(function, row, args, kwargs))
+            result = self.run_by_rules_with_hooks(Call(function, row, args, kwargs))
             if not (isinstance(result, Tensor) and result._is_view()):
                 self.count(result)
             return result
         if not _is_grad_enabled():
             no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
             return self.run_by_advice(no_grad_site, function, args, kwargs)
-        self.last_site = self._other_site(function, row, args)
+        self.last_site = self._find_or_add_site(function, row, args)
         return self.run_by_advice(self.last_site, function, args, kwargs)
 
-    def _other_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
-        """Find the site of a call that does not come next, or add one."""
-        site: Site | None = None
-        if not (self.is_first or self.has_left_plan):
-            site = self.advice.find_site(self.last_site, function, args)
-            if site is None or site.number < self.last_site.number:
-                self.difference_count += 1
-                if self.policy is not None and self.difference_count == 1:
-                    self.policy.leave()
-                is_other = _SHARE * self.difference_count > self.advice.first_count
-                self.has_left_plan = self.policy is not None and is_other
-            if site is not None:
-                self._jump_to(site)
+    def _find_or_add_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
+        """The site of a call that does not come next: one of an earlier pass, or a new one."""
+        site = None if self.is_first or self.has_left_plan else self._find_site(function, args)
         if site is None or self.has_left_plan:
             if not self.is_first and function in self.no_grad_sites:  # it may have had no gradient
                 self.reveals_calls = True
-            nodes_before = next_node_number() - self.registry.storages.first_node + self.cut_count
+            nodes_before = next_node_number() - self.registry.storages.first_node_number + self.cut_count
             site = self.advice.add_site(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
             site.next = END
         return site
 
-    def _jump_to(self, site: Site) -> None:
-        """Go on at another site than the next one: count what the calls between them would have made.
+    def _find_site(self, function: Any, args: tuple[Any, ...]) -> Site | None:
+        """The site of a call that earlier passes have made elsewhere. Counts what is new or missing in this pass."""
+        site = self.advice.find_site(self.last_site, function, args)
+        if site is None or site.number < self.last_site.number:
+            self._count_difference()
+        if site is not None:
+            self._count_skipped(site)
+        return site
+
+    def _count_difference(self) -> None:
+        """Count a new call, or a return to an earlier site. The first one ends the plan, many end the advice."""
+        self.difference_count += 1
+        if self.policy is None:
+            return
+        if self.difference_count == 1:
+            self.policy.leave()
+        self.has_left_plan = _SHARE * self.difference_count > self.advice.first_count
+
+    def _count_skipped(self, site: Site) -> None:
+        """Count what the calls between the last one and this site would have made, as the pass goes on there.
 
         A missing cut counts, too, because what follows has a longer graph, though it makes no more nodes.
         """
-        next_site = self.last_site.next
-        made_before = self.advice.nodes_and_cuts if site is END else site.nodes_before
-        self.skipped_nodes += made_before - (self.advice.nodes_and_cuts if next_site is END else next_site.nodes_before)
+        advice = self.advice
+        self.skipped_nodes += advice.nodes_before(site) - advice.nodes_before(self.last_site.next)
 
     def run_by_advice(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
@@ -190,28 +197,25 @@ class Advised(Recording):
         if advice & bits.ADDED:
             self.has_strayed = True
         saves = advice & _SAVES
-        if (
-            advice & _BY_RULES
-            or (kwargs and "out" in kwargs)
-            or saves
-            and (
-                transform_level() is not None
-                or dispatch_modes_on() != self.modes
-                or not (current_hooks() is None or self.is_innermost())
-            )  # it is hidden
-        ):
-            result = self._run_asked(site, function, args, kwargs)
+        asks_rules = advice & _BY_RULES or (kwargs and "out" in kwargs)
+        if saves and not asks_rules:  # they are asked also about a call that a transform, a mode or hooks hide
+            has_modes = transform_level() is not None or dispatch_modes_on() != self.modes
+            asks_rules = has_modes or not (current_hooks() is None or self.is_innermost())
+        if asks_rules:
+            result = self._run_by_rules_at(site, function, args, kwargs)
             advice = site.advice
         elif (
             site.writes
             and (site.writes == FIRST or may_overwrite(function, args, kwargs))
             and (saves or len(args) == 1 or kwargs or not _is_number(args[0]))
         ):
-            result = self._in_place(site, function, args, kwargs)
+            result = self._run_in_place(site, function, args, kwargs)
         else:
-            result = self._with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
+            result = self._run_with_hooks(site, function, args, kwargs) if advice & HOOKS else function(*args, **kwargs)
             if advice & DROP:
-                self._drop(site, args, kwargs, result)
+                self._give_own_recipe(site, args, kwargs, result)
+                if self.saved_leaves or self.result_candidates:
+                    self._finish_saving()
             if advice & MEMORY:
                 self.registry.storages.note_made((*args, *kwargs.values()), result, site)
         if advice & _AFTERWARDS:
@@ -222,7 +226,7 @@ class Advised(Recording):
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.result_bytes += result.nbytes
                     if self.result_bytes > site.most_bytes:
-                        self._exceeds(site, result.nbytes)
+                        self._handle_excess(site, result.nbytes)
                 else:
                     self.count(result)
         return result
@@ -238,13 +242,13 @@ class Advised(Recording):
                         self.hold_elsewhere(0, result.nbytes)
                         self.last_site = END
                 if self.result_bytes > self.last_site.most_bytes:
-                    self._exceeds(self.last_site, result.nbytes)
+                    self._handle_excess(self.last_site, result.nbytes)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.count(part)
 
-    def _exceeds(self, site: Site, size: int) -> None:
-        """Results so far take more bytes than in the first pass: hold the rest elsewhere. The first pass notes them.
+    def _handle_excess(self, site: Site, size: int) -> None:
+        """Results take more bytes than in the first pass: hold the rest elsewhere. The first pass notes how many.
 
         `size`: bytes of the last result.
         """
@@ -256,16 +260,18 @@ class Advised(Recording):
 
     # Calls about which the rules decide
 
-    def _run_asked(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_by_rules_at(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call about which its site does not say enough."""
         call = Call(function, site.row, args, kwargs)
-        call.site, call.is_advised = site, not site.advice & bits.UNKNOWN
-        result = self.ask(call)
+        call.site = site
+        call.is_advised = not site.advice & bits.UNKNOWN
+        result = self.run_by_rules_with_hooks(call)
         if site.advice & bits.UNKNOWN and site.advice & bits.ADDED:
-            self.advice.added_nodes += next_node_number() - call.first_node
+            self.advice.added_nodes += next_node_number() - call.first_node_number
         return result
 
-    def ask(self, call: Call) -> Any:
-        """Let the rules decide about a call, with hooks around it."""
+    def run_by_rules_with_hooks(self, call: Call) -> Any:
+        """`run_by_rules` with hooks around the call, unless there are hooks already, or they are disabled."""
         registry = self.registry
         if not call.is_advised:
             registry.storages.note_all()
@@ -329,15 +335,7 @@ class Advised(Recording):
         """
         advice = self.advice
         if self.is_first:
-            advice.has_hooks = drops_outside(self.registry.saved_outside)
-            advice.node_count, advice.nodes_and_cuts = self.node_count, self.node_count + self.cut_count
-            scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
-            advice.result_bytes = int(scale * self.result_bytes)
-            most = 0
-            site = advice.root.next
-            while site is not END:
-                most = site.most_bytes = max(int(scale * site.most_bytes), most)
-                site = site.next
+            self._note_totals()
         for site in self.unknown_sites:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
         for note in [] if fits and self.is_first else self.notes:
@@ -345,7 +343,23 @@ class Advised(Recording):
         if advice.is_new:
             advice.is_new = False
             advice.first_count = advice.site_count
-        self.notes, self.unknown_sites = [], []
+        self.notes = []
+        self.unknown_sites = []
+
+    def _note_totals(self) -> None:
+        """Note what the first pass has made, with which later ones are compared (rule 15)."""
+        advice = self.advice
+        advice.has_hooks = drops_outside(self.registry.saved_outside)
+        advice.node_count = self.node_count
+        advice.nodes_and_cuts = self.node_count + self.cut_count
+        scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
+        advice.result_bytes = int(scale * self.result_bytes)
+        most = 0
+        site = advice.root.next
+        while site is not END:
+            most = max(int(scale * site.most_bytes), most)
+            site.most_bytes = most
+            site = site.next
 
     @property
     def has_followed(self) -> bool:
@@ -366,28 +380,34 @@ class Advised(Recording):
 
     # Calls that drop their results, or save dropped tensors
 
-    def _with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.site, self.arguments = site, args
+    def _run_with_hooks(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call with our hooks, or without if hooks are disabled."""
+        self.site = site
+        self.arguments = args
         if site.advice & _DERIVED:
             self.registry.call = call = Call(function, site.row, args, kwargs)
-            call.site, call.is_advised = site, True
+            call.site = site
+            call.is_advised = True
             call.overwrites = bool(site.writes)
+        is_pushed = True
         try:
-            push_hooks(self.packing, unpack)  # inside the try, because Ctrl-C may come right after it
+            try:
+                push_hooks(self.packing, unpack)  # inside both, because Ctrl-C may come right before or after it
+            except RuntimeError:
+                is_pushed = False
             result = function(*args, **kwargs)
-        except BaseException as error:
-            self._end_call()
-            is_pushed = hooks_are_allowed()
             if is_pushed:
                 pop_hooks()
-            if is_pushed or not isinstance(error, RuntimeError):
-                raise
-        else:
-            pop_hooks()
             return result
+        except BaseException:
+            self._finish_saving()
+            hooks = current_hooks()
+            if hooks is not None and hooks[0] is self.packing:
+                pop_hooks()
+            raise
         finally:
-            self.arguments, self.registry.call = (), None
-        return function(*args, **kwargs)  # hooks are disabled
+            self.arguments = ()
+            self.registry.call = None
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
@@ -436,7 +456,7 @@ class Advised(Recording):
             return type(base_value.source) is not Kept
         return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
 
-    def _in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_place(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may write over tensors."""
         registry = self.registry
         find = self.find
@@ -456,60 +476,63 @@ class Advised(Recording):
         writes = self.begin_writing(function, args, kwargs) if is_noted else []
         try:
             result = (
-                self._with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
+                self._run_with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
             )
             if is_dropped and result is target and result._version == version:
                 find.is_noted = is_noted
-                self._drop(site, args, kwargs, result, is_written=True)
-            elif self.saved_leaves or self.result_candidates:
-                self._end_call()
+                self._give_own_recipe(site, args, kwargs, result, is_written=True)
+            if self.saved_leaves or self.result_candidates:
+                self._finish_saving()
         finally:
             find.before = None
             if writes:
                 self.end_writing(writes)
         return result
 
-    def _drop(
+    def _give_own_recipe(
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_written: bool = False
     ) -> None:
-        """Give the result of a call a recipe, made by its rule from the arguments of this very call."""
+        """Give the result of a call a recipe, made by its rule from the arguments of this very call.
+
+        `is_written`: the call has written over its first argument, and returned it.
+        """
         registry = self.registry
-        find = self.find
-        rule = site.row.again
         if registry.names.freed:
             registry.settle_freed()
-        if (
-            type(result) in PLAIN
-            and rule is not None
-            and result.layout is strided
-            and not result.is_nested
-            and (result.grad_fn is not None or may_drop(registry, site.row, args, result))
-        ):
-            find.result = result
-            again = None
-            try:
-                again = rule(find, args, kwargs, result)
-            except NotRepeated:
-                pass
-            find.result = find.node_packs = None
-            if again and not again.draws and (again.fresh or is_written or not _is_among(result, args, kwargs)):
-                value = None
-                for tensor, saved_value in self.result_candidates:  # autograd holds it already
-                    value = saved_value if tensor is result else value
-                recipe = Recipe(again, result, value is not None)
-                if recipe.depth <= DEEPEST:
-                    if value is None:
-                        value = Value(recipe)
-                    else:
-                        value.source = recipe
-                    if registry.storages.exposed.by_address:
-                        registry.remember(result, value)
-                    else:
-                        registry.names.by_id[id(result)] = ref(result), result._version, value
-        if self.saved_leaves or self.result_candidates:
-            self._end_call()
+        rule = site.row.again
+        if rule is None or type(result) not in PLAIN or result.layout is not strided or result.is_nested:
+            return
+        if result.grad_fn is None and not may_drop(registry, site.row, args, result):
+            return
+        find = self.find
+        find.result = result
+        try:
+            again = rule(find, args, kwargs, result)
+        except NotRepeated:
+            return
+        finally:
+            find.result = None
+            find.node_packs = None
+        is_argument = not (again.fresh or is_written) and _is_among(result, args, kwargs)
+        if again.draws or is_argument:
+            return
+        value = None
+        for tensor, candidate in self.result_candidates:
+            if tensor is result:
+                value = candidate  # autograd holds it already
+        recipe = Recipe(again, result, is_wanted=value is not None)
+        if recipe.depth > DEEPEST:
+            return
+        if value is None:
+            value = Value(recipe)
+        else:
+            value.source = recipe
+        if registry.storages.exposed.by_address:
+            registry.remember(result, value)
+        else:
+            registry.names.by_id[id(result)] = ref(result), result._version, value
 
-    def _end_call(self) -> None:
+    def _finish_saving(self) -> None:
         """The call has ended: keep what it has saved that is not its result."""
         for tensor, value in self.result_candidates:
             value.source = value.source or Kept(tensor, None)

@@ -159,7 +159,7 @@ def _of_copied_argument(registry: Registry, tensor: Tensor, node: Any, call: Cal
     """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made by
     `silu_` before it overwrites it.
     """
-    if node_number(node) < call.first_node:  # a copy that the program made, perhaps of an earlier version
+    if node_number(node) < call.first_node_number:  # a copy that the program made, perhaps of an earlier version
         return None
     argument = argument_copied_by(node, call.arguments)
     if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:

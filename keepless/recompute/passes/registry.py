@@ -55,8 +55,8 @@ class Storages:
     """What a pass knows about memory: what it has made, what is kept there, and what may change unseen."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self.first_node = next_node_number()
-        self.of_inputs = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
+        self.first_node_number = next_node_number()
+        self.input_addresses = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.memories: ByStorage[Memory] = ByStorage()
         self.unnoted: list[Value | Kept] = []  # kept by advice, or parameters of recipes, and not yet in `memories`
         self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their sites, or True
@@ -71,9 +71,9 @@ class Storages:
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
         node = node_of(tensor)
-        if node is None or node_number(node) < self.first_node or not is_ordinary(tensor):
+        if node is None or node_number(node) < self.first_node_number or not is_ordinary(tensor):
             return False
-        return not self.of_inputs or address(tensor.untyped_storage()) not in self.of_inputs
+        return not self.input_addresses or address(tensor.untyped_storage()) not in self.input_addresses
 
     def note_made(self, arguments: Sequence[Any], result: object, maker: Any = True) -> None:
         """Note the memory of a call's results without a gradient, e.g. masks. `maker`: its site, if it has one."""

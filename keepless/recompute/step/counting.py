@@ -420,7 +420,7 @@ class Recorded(Recording):
 
     def run(self, call: Call) -> Any:
         counting = self.counting
-        counting.call_starts.append((call.first_node, call.function, calling_module()))
+        counting.call_starts.append((call.first_node_number, call.function, calling_module()))
         call.began = len(counting.events), len(counting.operators)
         value_count = len(counting.values)
         result = super().run(call)

@@ -73,7 +73,7 @@ class Watch(Counting):
         for start in differentiable(outputs):  # the loss is not seen: a mean square stands for it
             self.note_temporary(_LOSS * start.nbytes, start)
         nodes = [node for node in nodes_of(tensors) if type(node).__name__ != "AccumulateGrad"]
-        nodes = [node for node in nodes if node_number(node) >= self.storages.first_node]
+        nodes = [node for node in nodes if node_number(node) >= self.storages.first_node_number]
         memories = [self.allocations.memory(tensor) for tensor in tensors if is_ordinary(tensor)]
         self.outputs = {number for number in memories if number is not None}
         self._handles = [node.register_prehook(self._node_runs) for node in nodes]

@@ -231,12 +231,13 @@ def note_followed(monkeypatch) -> list[bool]:
 
 def note_unknown(monkeypatch) -> list[Any]:
     """A list that gets the functions of calls of later passes about which earlier ones have taught nothing."""
-    ask, functions = Advised.ask, []
+    run_by_rules_with_hooks = Advised.run_by_rules_with_hooks
+    functions = []
 
     def noted(self: Advised, call: Any) -> Any:
         if not self.is_first and not call.is_advised:
             functions.append(call.function)
-        return ask(self, call)
+        return run_by_rules_with_hooks(self, call)
 
-    monkeypatch.setattr(Advised, "ask", noted)
+    monkeypatch.setattr(Advised, "run_by_rules_with_hooks", noted)
     return functions

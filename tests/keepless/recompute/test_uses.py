@@ -6,6 +6,7 @@ import pickle
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations, recomputing, report, undo
 from keepless.saved import kept_bytes
-from keepless.torch_internals import current_hooks
+from keepless.torch_internals import current_hooks, push_hooks
 from models.blocks import Convolutions, IdentityResidualBlock
 from tests.keepless.recompute.ahead import After, gradients, pair, plans_of
 from tests.keepless.recompute.networks import Beside
@@ -171,6 +172,27 @@ def test_ctrl_c_ends_the_recording(nested, checkpoints, options):
     new_gradients = [parameter.grad for parameter in network.parameters()]
     assert all(map(torch.equal, new_gradients, gradients(plain, IMAGES)))
     assert current_hooks() is None and _get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_ctrl_c_as_a_call_gets_hooks(is_before, monkeypatch):
+    """Only hooks that have been set are removed: PyTorch fails if there are none."""
+
+    def interrupted(*hooks: Callable) -> None:
+        if not is_before:
+            push_hooks(*hooks)
+        raise KeyboardInterrupt
+
+    network = recompute_activations(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)))
+    images = torch.rand(2, 3, 4, 4)
+    for _ in range(3):  # the next one has advice
+        network(images).sum().backward()
+    with monkeypatch.context() as patches:
+        patches.setattr("keepless.recompute.passes.advised.push_hooks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            network(images)
+    assert current_hooks() is None
+    network(images).sum().backward()
 
 
 @pytest.mark.parametrize("follows", [False, True])
