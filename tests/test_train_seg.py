@@ -96,8 +96,8 @@ def interrupted(run_dir, step: int, *options: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(MetricsLogger, "step", MetricsLogger.step)  # put back at the end
-        before_call(MetricsLogger, "step", step, interrupt)
+        patch.setattr(MetricsLogger, "count_step", MetricsLogger.count_step)  # put back at the end
+        before_call(MetricsLogger, "count_step", step, interrupt)
         train_short(run_dir, *options)
 
 

@@ -64,7 +64,7 @@ class RunDirectory:
 
         Raises the error of the previous save (OSError: see `checkpoint.save`).
         """
-        self.saved()
+        self.finish_saving()
         copied = HostCopy(state)
         self._saving = self._thread.submit(lambda: self._write(copied.wait(), best))
 
@@ -88,16 +88,23 @@ class RunDirectory:
             f"it: restore it and continue with resume=auto, or start the run again"
         )
 
-    def saved(self, wait: bool = True) -> None:
-        """Raise the error of the last save. Wait for it, or without `wait` return at once if it is not done.
+    def finish_saving(self) -> None:
+        """Wait until what `start_saving` began is written, and check the folder.
 
-        OSError: see `check_in_place`.
+        Raises the error of that save, once, or that of `check_in_place`.
         """
-        if self._saving is not None and (wait or self._saving.done()):
-            saving = self._saving
-            self._saving = None
+        saving = self._saving
+        self._saving = None
+        if saving is not None:
             saving.result()
         self.check_in_place()
+
+    def raise_if_save_failed(self) -> None:
+        """Raise what `finish_saving` would, as far as it is known: a save that is under way is not waited for."""
+        if self._saving is not None and self._saving.done():
+            self.finish_saving()
+        else:
+            self.check_in_place()
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"run_dir={self.path}{message}")
@@ -137,9 +144,9 @@ class RunDirectory:
                 yield
             except BaseException:
                 with suppress(Exception):  # the first error counts
-                    self.saved()
+                    self.finish_saving()
                 raise
-            self.saved()
+            self.finish_saving()
         except FloatingPointError as error:
             advice = "There is no checkpoint yet: try a lower optim.lr"
             good = checkpoint.last_good(self.last, self.previous)

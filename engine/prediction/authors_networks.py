@@ -7,7 +7,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES
 from engine.schema.segmentation import SegmentationRun
 from models.checkpoints.loading import load_by_name
-from models.checkpoints.recognition import Architecture, body_of, recognised
+from models.checkpoints.recognition import Architecture, architecture_of, body_of
 from models.checkpoints.released import ReleasedWeights
 
 VISTAS_CLASSES = 65
@@ -21,7 +21,7 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     ValueError, naming the file `name`: it has no classifier, or is not a network of the release.
     """
     tensors = file.converted()
-    architecture = recognised(body_of(tensors))
+    architecture = architecture_of(body_of(tensors))
     segments = "cls.weight" in tensors
     count = len(tensors["cls.weight"]) if segments else architecture.classes
     if segments and count != VISTAS_CLASSES:

@@ -35,7 +35,7 @@ class MetricsLogger:
             of later steps, left by a run killed after its last checkpoint, are removed.
         previous_scores: step and score of evaluations up to `start_step`; metrics.jsonl may have been lost since.
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
-        waits: a warning for when steps wait for data, from the share of their time.
+        wait_warning: makes a warning that steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
         tell: passes on what TensorBoard gets, see `Run.tell`.
     """
@@ -49,13 +49,13 @@ class MetricsLogger:
         start_step: int,
         previous_scores: Iterable[tuple[int, float]] = (),
         patience: int | None = None,
-        waits: Callable[[float], str] | None = None,
+        wait_warning: Callable[[float], str] | None = None,
         config_text: str = "",
         tell: Callable[..., None] = lambda *_: None,
     ):
         self.run_dir = run_dir
         self.score = score
-        self.waits = waits  # None after it was logged
+        self.wait_warning = wait_warning  # None after it was logged
         self.tell = tell
         self.scores: dict[int, float] = dict(previous_scores)  # by step, also those before resuming
         self.patience = patience
@@ -77,13 +77,13 @@ class MetricsLogger:
         # Of lines about steps: on a terminal the progress bar says the same.
         self.level = logging.DEBUG if console.is_terminal else logging.INFO
         self.progress = progress_bar(console)
-        self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.done = start_step
+        self.task_id = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
+        self.done_steps = start_step
         self.total_steps = total_steps
         self.pauses_s = self.first_s = 0.0  # of this process; first_s: its first step
-        self.recent: Counter[str] = Counter()  # sums since the last record
-        self.all: Counter[str] = Counter()  # sums of this process
-        self.planned: Counter[str] = Counter()  # sums of its first steps
+        self.recent_sums: Counter[str] = Counter()  # sums since the last record
+        self.process_sums: Counter[str] = Counter()  # sums of this process
+        self.first_sums: Counter[str] = Counter()  # sums of its first steps
         self.recent_memory_mib = self.peak_memory_mib = 0.0  # largest noted since the last record, and of all records
         self.step_started = time.perf_counter()
 
@@ -107,24 +107,24 @@ class MetricsLogger:
         return None if step is None else [step, self.scores[step]]
 
     @property
-    def without_better(self) -> int:
-        """The number of evaluations since the best one."""
+    def evaluations_since_best(self) -> int:
+        """The number of evaluations after the best one."""
         best, _ = self.best or (-1, None)
         return sum(step > best for step in self.scores)
 
     @property
     def ends_early(self) -> bool:
         """Whether so many evaluations were not better that the run ends before its last step."""
-        return self.patience is not None and self.without_better >= self.patience
+        return self.patience is not None and self.evaluations_since_best >= self.patience
 
-    def ended(self, step: int, reason: str) -> None:
-        """Say that the run ended early, after `step`, and why."""
+    def end_early(self, step: int, reason: str) -> None:
+        """Make `step` the run's last one, and log why."""
         logger.info(f"the run ends after step {step:,} of {self.total_steps:,}: {reason}")
-        self.progress.update(self.task, total=step, status=reason)
+        self.progress.update(self.task_id, total=step, status=reason)
         self.total_steps = step
         self.early_end_reason = reason
 
-    def step(
+    def count_step(
         self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, ended_s: float | None = None
     ) -> None:
         """Count one training step, timed from the end of the last one, or from the last call of `pause_ended`.
@@ -132,20 +132,25 @@ class MetricsLogger:
         `data_s`: seconds of it that this rank waited for its minibatch. `ended_s`: the clock at its end; None: now.
         """
         end_s = time.perf_counter() if ended_s is None else ended_s
-        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
-        step["seconds"] = end_s - self.step_started
-        self.recent.update(step)
-        self.all.update(step)
-        if self.all["steps"] <= PLANNED_STEPS:
-            self.planned.update(step)
+        seconds = end_s - self.step_started
         self.step_started = end_s
-        self.done += 1
-        self.progress.update(self.task, advance=1)
-        if self.all["steps"] == 1:
-            self.first_s = step["seconds"]
-        if self.all["steps"] <= 2 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
-            text = f"loss {loss:.3f} {step['seconds']:.1f} s{self._time_left()}"
-            logger.log(self.level, f"step {self.done:,} of {self.total_steps:,}  {text}")
+        sums: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
+        sums["seconds"] = seconds
+        self.recent_sums.update(sums)
+        self.process_sums.update(sums)
+        if self.process_sums["steps"] <= PLANNED_STEPS:
+            self.first_sums.update(sums)
+        if self.process_sums["steps"] == 1:
+            self.first_s = seconds
+        self.done_steps += 1
+        self.progress.update(self.task_id, advance=1)
+        if self.process_sums["steps"] <= 2 and seconds > SLOW_SECONDS:
+            self._log_slow_step(seconds, loss)
+
+    def _log_slow_step(self, seconds: float, loss: float) -> None:
+        if self.run_dir is not None:
+            text = f"loss {loss:.3f} {seconds:.1f} s{self._time_left()}"
+            logger.log(self.level, f"step {self.done_steps:,} of {self.total_steps:,}  {text}")
 
     def pause_ended(self) -> None:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
@@ -158,14 +163,14 @@ class MetricsLogger:
 
         The first step does not count: it may also have compiled code, or searched for fast kernels.
         """
-        counts = self.recent if self.recent["steps"] else self.all
+        counts = self.recent_sums if self.recent_sums["steps"] else self.process_sums
         steps = counts["steps"]
         seconds = float(counts["seconds"])
-        if steps == self.all["steps"]:
+        if steps == self.process_sums["steps"]:
             steps = max(0, steps - 1)
             seconds -= self.first_s
-        pauses_s = self.pauses_s * steps / max(1, self.all["steps"])
-        return time_left(self.total_steps - self.done, seconds + pauses_s, steps)
+        pauses_s = self.pauses_s * steps / max(1, self.process_sums["steps"])
+        return time_left(self.total_steps - self.done_steps, seconds + pauses_s, steps)
 
     def note_memory(self, peak_mib: float) -> None:
         """Note a memory peak before the device resets it; the next record holds the largest."""
@@ -173,9 +178,9 @@ class MetricsLogger:
 
     def data_wait_s(self) -> float:
         """Mean seconds per step, since the last record, that this rank waited for data."""
-        return round(self.recent["data_s"] / self.recent["steps"], 6)
+        return round(self.recent_sums["data_s"] / self.recent_sums["steps"], 6)
 
-    def training(
+    def record_training(
         self,
         step: int,
         epoch: float,
@@ -190,8 +195,8 @@ class MetricsLogger:
         """
         data_waits_s = data_waits_s or [self.data_wait_s()]
         left = self._time_left()
-        recent = self.recent
-        self.recent = Counter()
+        recent = self.recent_sums
+        self.recent_sums = Counter()
         loss = recent["loss"] / recent["steps"]
         speed = recent["images"] / recent["seconds"]
         peak_memory_mib = max(peak_memory_mib, self.recent_memory_mib)
@@ -200,9 +205,9 @@ class MetricsLogger:
         if self.run_dir is None:
             return
         waiting_share = max(data_waits_s) * recent["steps"] / recent["seconds"]
-        if self.waits is not None and waiting_share > WAITING and self.all["steps"] > recent["steps"]:
-            logger.warning(self.waits(waiting_share))
-            self.waits = None
+        if self.wait_warning is not None and waiting_share > WAITING and self.process_sums["steps"] > recent["steps"]:
+            logger.warning(self.wait_warning(waiting_share))
+            self.wait_warning = None
         values = {
             "loss": loss,
             "lr": lr,
@@ -215,10 +220,10 @@ class MetricsLogger:
         values["data_wait_s"] = max(data_waits_s)
         self._show(step, {f"train/{name}": value for name, value in values.items()}, {})
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
-        self.progress.update(self.task, status=status)
+        self.progress.update(self.task_id, status=status)
         logger.log(self.level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
 
-    def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
+    def record_evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
         """Record an evaluation: scores, curves and pictures."""
         self.scores[step] = evaluated.scores[self.score]
         if self.run_dir is None:
@@ -236,13 +241,14 @@ class MetricsLogger:
         evaluates a checkpoint: the last one, and the best one of a run that ended early.
         """
         speed = ""
-        counted = (self.all - self.planned) or self.all
+        counted = (self.process_sums - self.first_sums) or self.process_sums
         seconds = counted["seconds"]
         if seconds:
             waiting_percent = 100 * counted["data_s"] / seconds
             speed = f", {counted['images'] / seconds:.1f} images/s, {waiting_percent:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
-        cost = f"{self.all['steps']} steps in {timedelta(seconds=round(self.all['seconds']))}{speed}{memory}"
+        duration = timedelta(seconds=round(self.process_sums["seconds"]))
+        cost = f"{self.process_sums['steps']} steps in {duration}{speed}{memory}"
         last = max(self.scores)
         best = self.best
         run_dir = last_file.parents[1]
@@ -296,19 +302,19 @@ class MetricsLogger:
         """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
         if not self.metrics_file.is_file():
             return
-        kept = []
+        kept = []  # whether it is the evaluation of the resumed step, and the line
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
                 is_beyond = record["step"] > step
-                is_score = record["kind"] == "val"
-                score = record[self.score] if is_score else None
+                is_evaluation = record["kind"] == "val"
+                score = record[self.score] if is_evaluation else None
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
             if not is_beyond:
-                kept.append((is_score and record["step"] == step, line + "\n"))
-            if is_score and not is_beyond and record["step"] != total_steps:
+                kept.append((is_evaluation and record["step"] == step, line + "\n"))
+            if is_evaluation and not is_beyond and record["step"] != total_steps:
                 self.scores[record["step"]] = math.nan if score is None else score
         repeats = step == total_steps or self.ends_early
         write_file(self.metrics_file, "".join(line for is_last, line in kept if not (is_last and repeats)))

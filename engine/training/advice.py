@@ -25,7 +25,7 @@ def ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
         step, score = metrics.best
         best = f"step {step:,}'s {config.score_text(score)}"
     patience = config.trainer.patience
-    return f"{metrics.without_better} evaluations were not better than {best} (trainer.patience={patience})"
+    return f"{metrics.evaluations_since_best} evaluations were not better than {best} (trainer.patience={patience})"
 
 
 def on_precision(config: TrainingRun) -> str | None:

@@ -90,14 +90,14 @@ def train(
                 previous_step = None
                 run.save(step)
                 if must_stop:
-                    run.directory.saved()
+                    run.directory.finish_saving()
                     raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
                 if schedule.evaluates(step):
                     evaluated = run.evaluate(step, evaluate)
                     if metrics.ends_early:
                         return evaluated
                 metrics.pause_ended()
-            run.directory.saved(wait=False)
+            run.directory.raise_if_save_failed()
             ended_s = time.perf_counter()
         return run.evaluate(schedule.total_steps, evaluate)
 
@@ -141,11 +141,12 @@ def _read(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
         loss, gradient_norm, must_stop, loss_scale = run.learner.read(launched.outcome)
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(launched.names)})") from error
-    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, launched.waited_s, launched.launched_s)
+    image_count = run.config.data.crops_per_minibatch
+    metrics.count_step(loss, gradient_norm, image_count, launched.waited_s, launched.launched_s)
     if run.schedule.logs(step):
         waits_s = run.world.gather(metrics.data_wait_s())
         memory_mib = peak_memory_mib(run.world.device)
-        metrics.training(step, run.schedule.epoch(step), launched.lr, memory_mib, loss_scale, waits_s)
+        metrics.record_training(step, run.schedule.epoch(step), launched.lr, memory_mib, loss_scale, waits_s)
     return must_stop
 
 

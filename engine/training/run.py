@@ -109,7 +109,7 @@ class Run(Generic[Config, Split]):
             start_step=self.start_step,
             previous_scores=previous_scores,
             patience=self.schedule.patience,
-            waits=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
+            wait_warning=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
             tell=self.tell,
         )
@@ -326,7 +326,7 @@ class Run(Generic[Config, Split]):
 
         Every rank must call it.
         """
-        self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
+        self.directory.finish_saving()  # the evaluation forks, and a new process must not inherit the locks of a thread
         self.metrics.note_memory(peak_memory_mib(self.world.device))
         if self.learner.captured is not None:
             self.learner.captured.release()
@@ -340,15 +340,15 @@ class Run(Generic[Config, Split]):
         best = self.metrics.best
         if score > (-math.inf if best is None else best[1]):
             self.save(step, best=True)
-            self.directory.saved()  # before the record: if killed in between, the run evaluates again
+            self.directory.finish_saving()  # before the record: if killed in between, the run evaluates again
         self.metrics.scores[step] = score  # equal on all ranks, and so is what follows
         ends_early = step < self.schedule.total_steps and self.metrics.ends_early
         if ends_early:
             self.save(step)
-            self.directory.saved()
-        self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
+            self.directory.finish_saving()
+        self.metrics.record_evaluation(step, self.schedule.epoch(step), evaluated)
         if ends_early:
-            self.metrics.ended(step, advice.ended_early(self.config, self.metrics))
+            self.metrics.end_early(step, advice.ended_early(self.config, self.metrics))
         self.metrics.pause_ended()
         return evaluated
 

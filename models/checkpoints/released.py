@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepless import from_released
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, listed, load_by_name, state_dict_in, unwrapped
-from models.checkpoints.recognition import body_of, recognised
+from models.checkpoints.recognition import architecture_of, body_of
 from models.checkpoints.released_files import released_file
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
@@ -63,7 +63,7 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
         file.converted(),
         source=f"{path} (released)",
         name=str(path),
-        advice=f"The file holds {recognised(body_of(file.tensors))}",
+        advice=f"The file holds {architecture_of(body_of(file.tensors))}",
         remarks=file.remarks,
     )
 
@@ -142,7 +142,7 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
             f"tensors, or one dictionary for each of {', '.join(PARTS)}; found {actual}"
         )
     try:
-        recognised(body_of(state))
+        architecture_of(body_of(state))
     except ValueError as error:
         raise ValueError(f"{name} is not of a network of the release: {error}") from error
     return state, [*remarks]

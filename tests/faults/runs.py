@@ -129,7 +129,7 @@ def _waits_after(step: int, logger: MetricsLogger, *_) -> None:
 
 def waiting_after(step: int) -> Callable:
     """A fault to inject: the run waits after a step until its directory holds a file "go"."""
-    return partial(before_call, MetricsLogger, "step", None, partial(_waits_after, step))
+    return partial(before_call, MetricsLogger, "count_step", None, partial(_waits_after, step))
 
 
 def killed_after(step: int, run_dir: Path, *overrides: str, **options) -> Run:

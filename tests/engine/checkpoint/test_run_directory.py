@@ -44,7 +44,7 @@ def state_of(step: int, config: SegmentationRun) -> dict:
 
 def save(run: RunDirectory, state: dict) -> None:
     run.start_saving(state)
-    run.saved()
+    run.finish_saving()
 
 
 def run_in(path: Path, config: SegmentationRun | None = None, *steps: int) -> RunDirectory:
@@ -241,7 +241,7 @@ def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp
             next_run.lock()
         for notices in (
             run.check_in_place,
-            lambda: run.saved(wait=False),
+            run.raise_if_save_failed,
             lambda: run.start_saving(state_of(2, config)),
         ):
             with pytest.raises(OSError, match=gone):
@@ -320,18 +320,18 @@ def test_a_resumed_run_takes_the_normalisation_that_it_measured_when_it_began(tm
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):
-    """The file holds the values of the call, and the next save, or `saved`, waits."""
+    """The file holds the values of the call, and the next save, or `finish_saving`, waits."""
     may_write, write = threading.Event(), checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: may_write.wait(300) and write(*args, **kwargs))
     run, state = run_in(tmp_path), state_of(1, config)
     weights = next(iter(state["network"].values()))
     run.start_saving(state)
-    run.saved(wait=False)
+    run.raise_if_save_failed()
     weights += 1
     assert not run.last.exists()
     may_write.set()
     run.start_saving(state_of(2, config))
-    run.saved()
+    run.finish_saving()
     assert resumed(run, config) == 2
     run.last.unlink()
     assert resumed(run, config) == 1  # with the values from before
@@ -340,11 +340,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkey
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon(tmp_path, config, monkeypatch):
     monkeypatch.setattr(checkpoint, "save", Mock(side_effect=OSError("no room")))
     run = run_in(tmp_path)
-    for notices in (run.saved, lambda: run.start_saving(state_of(2, config))):
+    for notices in (run.finish_saving, lambda: run.start_saving(state_of(2, config))):
         run.start_saving(state_of(1, config))
         with pytest.raises(OSError, match="no room"):
             notices()
-        run.saved()  # it has been raised
+        run.finish_saving()  # it has been raised
     run.start_saving(state_of(1, config))
     with pytest.raises(OSError, match="no room"), run.in_use(config):
         pass

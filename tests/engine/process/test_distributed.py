@@ -227,7 +227,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
 
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], stopped_rank: int, at_step: int) -> str:
-    original, counted = MetricsLogger.step, []
+    original, counted = MetricsLogger.count_step, []
 
     def step(self, *args, **kwargs):
         counted.append(None)
@@ -236,7 +236,7 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], stopped_rank: int, at_s
         return original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted) as stopped:
-        patch.setattr(MetricsLogger, "step", step)
+        patch.setattr(MetricsLogger, "count_step", step)
         run_in_rank(rank, overrides)
     return str(stopped.value)
 

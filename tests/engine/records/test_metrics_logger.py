@@ -84,8 +84,8 @@ def test_a_folder_that_is_gone_is_an_error_of_the_run_without_a_traceback_of_ten
 
 def recorded(running: MetricsLogger, *steps: int) -> None:
     for step in steps:
-        running.step(1.0, 1.0, 1)
-        running.training(step, 0.0, 0.1, 0.0)
+        running.count_step(1.0, 1.0, 1)
+        running.record_training(step, 0.0, 0.1, 0.0)
 
 
 def test_a_resumed_run_is_seen_in_tensorboard_although_the_clock_was_set_back(tmp_path, monkeypatch, propagated):
@@ -131,10 +131,10 @@ def test_watching_does_not_change_the_weights(tmp_path):
 def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
     directory = RunDirectory(str(tmp_path))
     with logger(tmp_path) as running:
-        running.evaluation(5, 0.0, evaluated(miou=math.nan))
+        running.record_evaluation(5, 0.0, evaluated(miou=math.nan))
         assert "best      none" in summary_of(running, directory) and running.best is None
         for step, miou in ((6, -0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
-            running.evaluation(step, 0.0, evaluated(miou=miou))
+            running.record_evaluation(step, 0.0, evaluated(miou=miou))
     lines = summary_of(running, directory)
     assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
     assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt (gone), step 7, mIoU 75.00 %"
@@ -156,10 +156,10 @@ def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog,
         "steps wait for data 25 % of the time: raise data.workers (now 2, with 16 cores), or give smaller image files"
     )
     folder = tmp_path if is_first else None
-    with MetricsLogger(folder, Console(quiet=True), "miou", 10, 0, waits=waits) as running:
+    with MetricsLogger(folder, Console(quiet=True), "miou", 10, 0, wait_warning=waits) as running:
         for step, (own_s, others_s) in enumerate([(1.0, 1.8), (0.1, 0.2), (0.0, 0.5), (1.0, 1.0)], start=1):
-            running.step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
-            running.training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
+            running.count_step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
+            running.record_training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert warnings == [warning] * (step > 2 and is_first)
 
@@ -170,12 +170,12 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
     clock = iter([0.0, 0.0, 20.0, 118.0, 120.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
-        running.step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5)
+        running.count_step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5)
         running.pause_ended()
-        running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
+        running.count_step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
         assert running.data_wait_s() == 0.75
         running.note_memory(80.0)  # before an evaluation, after which it counts anew
-        running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0, loss_scale=4.0)
+        running.record_training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0, loss_scale=4.0)
         first, second, third = (record.getMessage() for record in caplog.records)
         assert first == "step 1 of 10  loss 1.000 20.0 s"  # it may have compiled code
         # Eight steps are left, each with 2 s and half of the pause of 98 s.
@@ -184,7 +184,7 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
         values = {"lr": 0.1, "peak_memory_mib": 80.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 16 / 22}
         values["loss_scale"] = 4.0
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
-        running.evaluation(2, 0.5, evaluated())
+        running.record_evaluation(2, 0.5, evaluated())
         assert "0.7 images/s, 7 % of it waiting for data" in "\n".join(summary_of(running, RunDirectory(str(tmp_path))))
     assert [event.value for event in events_of(tmp_path).Scalars("train/loss_scale")] == [4.0]
 
@@ -195,8 +195,8 @@ def test_the_first_steps_of_a_process_do_not_count_as_its_speed(tmp_path, monkey
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
         for number in range(7):
-            running.step(loss=1.0, gradient_norm=1.0, images=8, data_s=1.0 if number > 2 else 0.0)
-        running.evaluation(7, 0.0, evaluated())
+            running.count_step(loss=1.0, gradient_norm=1.0, images=8, data_s=1.0 if number > 2 else 0.0)
+        running.record_evaluation(7, 0.0, evaluated())
     took = "training  7 steps in 0:01:08, 4.0 images/s, 50 % of it waiting for data"
     assert took in summary_of(running, RunDirectory(str(tmp_path)))
 
@@ -204,10 +204,10 @@ def test_the_first_steps_of_a_process_do_not_count_as_its_speed(tmp_path, monkey
 def write_run(run_dir, start_step, steps, total_steps=10):
     with logger(run_dir, start_step, total_steps) as running:
         for step in steps:
-            running.step(loss=float(step), gradient_norm=1.0, images=1)
-            running.training(step, 0.0, 0.1, 1.0)
+            running.count_step(loss=float(step), gradient_norm=1.0, images=1)
+            running.record_training(step, 0.0, 0.1, 1.0)
         picture = {"val_pictures/a": np.zeros((4, 12, 3), np.uint8)}
-        running.evaluation(steps[-1], 0.0, replace(evaluated(), pictures=picture))
+        running.record_evaluation(steps[-1], 0.0, replace(evaluated(), pictures=picture))
 
 
 def test_a_resumed_run_has_every_record_once(tmp_path):
@@ -220,7 +220,7 @@ def test_a_resumed_run_has_every_record_once(tmp_path):
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert len(events.Tensors("config/text_summary")) == 1
     with logger(tmp_path, start_step=5, total_steps=5) as running:  # it is resumed at its end, which is evaluated again
-        running.evaluation(5, 0.0, evaluated())
+        running.record_evaluation(5, 0.0, evaluated())
     assert [(r["kind"], r["step"]) for r in records(tmp_path)][5:] == [("train", 5), ("val", 5)]
     write_run(tmp_path, 0, [1])  # from the start: nothing of the first attempt is left
     assert [r["step"] for r in records(tmp_path)] == [1, 1]
@@ -235,7 +235,7 @@ def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
             assert list(running.scores) == [step for step in scores if step <= start_step]
             for step, score in scores.items():
                 if step > start_step:
-                    running.evaluation(step, 0.0, Evaluated({"top1": score, "miou": 1.0}, summary="", images=2))
+                    running.record_evaluation(step, 0.0, Evaluated({"top1": score, "miou": 1.0}, summary="", images=2))
             assert running.best[1] == 0.75 and list(running.scores) == list(scores)
             assert math.isnan(running.scores[6])
 
@@ -244,7 +244,7 @@ def test_curves_and_pictures_have_the_names_of_the_evaluation(tmp_path):
     """Bytes of a file name that are not UTF-8 are escaped."""
     with logger(tmp_path) as running:
         picture = np.full((4, 12, 3), 7, np.uint8)
-        running.evaluation(
+        running.record_evaluation(
             3, 0.5, replace(evaluated(), curves={"val/a": 0.5, "b": 2.0}, pictures={"seen/caf\udce9": picture})
         )
     events = events_of(tmp_path)

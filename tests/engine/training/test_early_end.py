@@ -32,7 +32,7 @@ def trained(run_dir: Path, *keys: str, scores: Mapping[int, float] = SCORES) -> 
     steps = []
 
     def evaluate(run, images) -> Evaluated:
-        steps.append(run.metrics.done)
+        steps.append(run.metrics.done_steps)
         if steps[-1] not in scores:
             raise Preempted("stopped")
         return Evaluated({"top1": scores[steps[-1]], "accuracy": {}}, summary="", images=1)

@@ -41,7 +41,7 @@ class FakeRun(SimpleNamespace):
         self.stop = StopRequest()
         console = Console(quiet=True)
         self.metrics = MetricsLogger(None, console, score="miou", total_steps=schedule.total_steps, start_step=0)
-        self.directory = SimpleNamespace(saved=lambda wait=True: None)
+        self.directory = SimpleNamespace(finish_saving=lambda: None, raise_if_save_failed=lambda: None)
         trainer = SimpleNamespace(profile=0)
         data = SimpleNamespace(crops_per_minibatch=2)
         self.config = SimpleNamespace(trainer=trainer, data=data)
@@ -99,7 +99,7 @@ def test_a_step_is_read_after_the_next_is_launched_and_before_checkpoints_evalua
         *("take 4", "take 5", "read 4", "read 5", "save 5", "evaluate 5"),
         *("take 6", "read 6", "save 6", "take 7", "read 7", "save 7", "evaluate 7"),
     ]
-    assert noted.metrics.all["steps"] == STEPS
+    assert noted.metrics.process_sums["steps"] == STEPS
 
 
 def test_a_run_within_a_budget_shares_its_plans():
@@ -117,11 +117,11 @@ def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
     slowly = minibatches(STEPS, before=lambda _: [next(ticks) for _ in range(5000)])
 
     def training(*_: object) -> None:
-        counted.append(dict(noted.metrics.recent))
-        noted.metrics.recent.clear()
+        counted.append(dict(noted.metrics.recent_sums))
+        noted.metrics.recent_sums.clear()
 
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) / 1000)
-    monkeypatch.setattr(noted.metrics, "training", training)
+    monkeypatch.setattr(noted.metrics, "record_training", training)
     noted.schedule = Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=STEPS, log_every=1)
     loop.train(noted, slowly, CrossEntropy(), lambda: None)
     assert len(counted) == STEPS and all(5 < numbers["data_s"] < numbers["seconds"] < 5.1 for numbers in counted)
@@ -131,7 +131,7 @@ def test_a_stop_loses_no_step(noted):
     with_signal = minibatches(STEPS, before=lambda number: number == 4 and os.kill(os.getpid(), signal.SIGUSR1))
     with noted.stop, pytest.raises(Preempted, match="^stopped after step 4 of 7$"):
         loop.train(noted, with_signal, CrossEntropy(), lambda: None)
-    assert noted.events[-2:] == [("read", 4), ("save", 4)] and noted.metrics.all["steps"] == 4
+    assert noted.events[-2:] == [("read", 4), ("save", 4)] and noted.metrics.process_sums["steps"] == 4
 
 
 def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
@@ -201,7 +201,7 @@ def stopped(rank: int) -> tuple[str, list, int, int]:
     try:
         loop.train(run, minibatches(STEPS, before=ask), CrossEntropy(), lambda: None)
     except Preempted as error:
-        return str(error), run.events, run.metrics.all["steps"], len(collectives)
+        return str(error), run.events, run.metrics.process_sums["steps"], len(collectives)
     finally:
         dist.all_reduce = reduce
     raise AssertionError("the run was not stopped")

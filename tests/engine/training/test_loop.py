@@ -177,5 +177,5 @@ def test_a_save_waits_for_the_device_once(tmp_path):
     step(learner)
     with host_reads() as reads:
         directory.start_saving(learner.state_dict(1))
-    directory.saved()
+    directory.finish_saving()
     assert len(reads) == 1 and "not_finite: Tensor.tolist" in reads[0]

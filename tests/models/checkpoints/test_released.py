@@ -16,7 +16,7 @@ from keepless import ABN, InPlaceABN
 from models import bodies
 from models.checkpoints import released_files
 from models.checkpoints.loading import load_by_name
-from models.checkpoints.recognition import recognised
+from models.checkpoints.recognition import architecture_of
 from models.checkpoints.released import load_released, to_standard_bn
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
@@ -55,12 +55,30 @@ def test_names_and_shapes_of_the_released_networks(name):
     shapes = {key: tensor.shape for key, tensor in without_counts(network.state_dict()).items()}
     assert shapes == {key: tensor.shape for key, tensor in released.tensors.items()}
 
-    architecture = recognised(released.tensors)
+    architecture = architecture_of(released.tensors)
     assert (architecture.kind, architecture.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
     expected = {OUR_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
     expected |= {"resnet": {"groups": 1}, "densenet": {"stem_norm": False}}.get(kind, {})
     assert {key: value for key, value in architecture.options.items() if key != "stem"} == expected
     assert architecture.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
+
+
+@pytest.mark.parametrize(
+    "name, weight, problem",
+    [
+        ("mod2.block1.convs.conv2.weight", None, "'mod2.block1.convs.conv2.weight' is missing"),
+        ("mod2.block1.convs.conv2.weight", torch.zeros(8), "a weight has an odd shape"),
+        ("mod2.block1.convs.conv2.weight", torch.zeros(8, 0, 3, 3), "a weight has an odd shape"),
+        ("mod2.block1.convs.conv1.weight", torch.zeros(()), "a weight has an odd shape"),
+        ("classifier.fc.weight", torch.zeros(()), "a weight has an odd shape"),
+    ],
+)
+def test_tensors_of_no_network_of_the_release_are_refused(name, weight, problem):
+    tensors = {**small_resnext(classes=3).state_dict(), name: weight}
+    if weight is None:
+        del tensors[name]
+    with pytest.raises(ValueError, match=rf"^no body has its tensors \({problem}\)$"):
+        architecture_of(tensors)
 
 
 NETWORKS = {
