@@ -84,9 +84,15 @@ class Counting(Trace):
     # where the new one would stay if there were none.
     sets_gradients_aside = True
 
-    def __init__(self, inputs: Sequence[Tensor], measures: bool, kind: "type[Allocations] | None" = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        measures: bool,
+        kind: "type[Allocations] | None" = None,
+        copy_parameters: bool = False,
+    ) -> None:
         self.allocations = (kind or Allocations)(self)
-        super().__init__(inputs, self.allocations.memory)
+        super().__init__(inputs, self.allocations.memory, copy_parameters)
         self.measures = measures
         self.call_starts: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
         self.places: list[tuple[int, Any, Any]] = []  # operators: number of events at their end, function and module

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,35 +69,46 @@ def counted_step(
     measures: bool = False,
     copy_parameters: bool = False,
 ) -> Step:
-    """A step of a network, real or on fake tensors. `measures`: see `Counting`; always on for real tensors.
+    """Run a step of a network, on real or fake tensors, and count it. It changes buffers, and gradients that are there.
 
-    The losses are the mean squares of the outputs; if operators are not measured, as in planners that count the loss
-    themselves, it is a `Loss`. Afterwards buffers are those of the step, and gradients that were there have no meaning.
+    `measures`: see `Counting`; always on for real tensors. `copy_parameters`: see `Recording`.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
-    counting = Counting(inputs, measures or not is_fake)
-    counting.copy_parameters = copy_parameters
-    without_gradient = [parameter for parameter in parameters if parameter.grad is None]
-    for parameter in without_gradient:
-        parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
-    handles = counting.watch_gradients(parameters)
-    try:
+    counting = Counting(inputs, measures or not is_fake, copy_parameters=copy_parameters)
+    with _placeholder_gradients(parameters), ExitStack() as hooks:
+        for handle in counting.watch_gradients(parameters):
+            hooks.enter_context(handle)
         with counting.allocations, Recorded(counting):
             outputs = network(*args, **kwargs)
         with counting.allocations:
             counting.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
-            losses = [start.square().mean() for start in starts] if counting.measures else [Loss.apply(*starts)]
+            losses = _losses(starts, counting.measures)
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
             del outputs, starts, losses
         return counting.step(network)
+
+
+@contextmanager
+def _placeholder_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which parameters without a gradient have an empty one: a counted step adds to gradients."""
+    without_gradient = [parameter for parameter in parameters if parameter.grad is None]
+    try:
+        for parameter in without_gradient:
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter in without_gradient:
             parameter.grad = None
+
+
+def _losses(starts: Sequence[Tensor], measures: bool) -> list[Tensor]:
+    """The mean squares of outputs; a `Loss` where nothing is measured, for planners that count the loss themselves."""
+    if measures:
+        return [start.square().mean() for start in starts]
+    return [Loss.apply(*starts)]
 
 
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:

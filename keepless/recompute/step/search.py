@@ -1,8 +1,8 @@
 """Choose what a step keeps, so that it takes the least time within each memory budget, or within one."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice, zip_longest
-from operator import attrgetter
+from itertools import accumulate, groupby, islice, zip_longest
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from ..passes.plan import Flag, Plan
@@ -84,19 +84,21 @@ def frontier(
         return search.choices
     first_trial = None if start is None else search.simulate(start)
     if first_trial is None or first_trial.peak > limit:
-        counted = _Search(step._replace(values=list(map(_with_counted_seconds, step.values))))
+        wanted_peak = max(limit, int(_CLOSE * plain_peak(step, saves=False)))
+        counted = _Search(step._replace(values=list(map(_with_counted_seconds, step.values))), wanted_peak)
         first_trial = search.simulate(counted.any_within(limit).kept)
-        for choice in [] if limit else pareto(counted.choices):
-            search.simulate(choice.kept)
+        if not limit:
+            for choice in pareto(counted.choices):
+                search.simulate(choice.kept)
     if limit and first_trial.peak > limit:
-        search.filled(first_trial, first_trial.peak)
+        search.keep_more(first_trial, first_trial.peak)
         return pareto(search.choices)
-    search.lower_peak(baseline, limit)
+    search.lower_peak(baseline, limit, search.effort())
     if limit:
-        search.lower_peak(baseline, limit, _MANY, _AGAIN)
+        search.lower_peak(baseline, limit, search.effort(_AGAIN, _MANY))
     search.segment(limit)
     for choice in search.choices_within(limit)[:_BEST]:
-        search.filled(search.simulate(choice.kept), limit)
+        search.keep_more(search.simulate(choice.kept), limit)
     for budget in [limit] if limit else budgets:
         search.exchange(budget)
     least = 0 if limit else first_trial.peak  # the lowest peak is the same for all budgets
@@ -117,14 +119,21 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
     return best[::-1]
 
 
+class _Effort(NamedTuple):
+    """How much a part of a search may simulate."""
+
+    choice_count: int  # of all choices of the search, at which this part ends
+    move_count: int  # single moves of each kind to simulate before choosing one
+
+
 class _Search:
-    def __init__(self, step: Step):
+    """A search for choices of a step. It ends once a peak is within `wanted_peak` bytes; else by its `_Effort`."""
+
+    def __init__(self, step: Step, wanted_peak: int = 0):
         self.step = step
         self.simulation = Simulation(step)
         self.runs = min(_MOST_RUNS, max(_FEWEST_RUNS, _WORK // max(len(step.values), 1)))
-        self.run_limit = 0  # number of simulations at which the present part ends
-        self.move_count = _FEW  # see `lower_peak`
-        self.wanted_peak = 0  # bytes; the search ends once a peak is within them
+        self.wanted_peak = wanted_peak
         self.lowest_peak = 2**63  # bytes, of all choices
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
@@ -149,22 +158,25 @@ class _Search:
 
     def any_within(self, limit: int) -> Choice:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
-        self.wanted_peak = max(limit, int(_CLOSE * plain_peak(self.step, saves=False)))
         baseline = self.baseline()
         self.segment(1)
-        self.lower_peak(baseline, 1)
+        self.lower_peak(baseline, 1, self.effort())
         choices = pareto(self.choices)
         return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
-    def is_spent(self) -> bool:
-        return len(self.choices) >= self.run_limit or self.lowest_peak <= self.wanted_peak
+    def effort(self, runs: int = _MOST_RUNS, move_count: int = _FEW) -> _Effort:
+        """The effort of a part that begins now. `runs`: simulations, at most."""
+        return _Effort(len(self.choices) + min(runs, self.runs), move_count)
+
+    def is_spent(self, effort: _Effort) -> bool:
+        return len(self.choices) >= effort.choice_count or self.lowest_peak <= self.wanted_peak
 
     def segment(self, limit: int) -> None:
         """Try choices that cut the step into segments, keep more in the memory left, and lower the lowest peak further.
 
         `limit`: as for `frontier`.
         """
-        self.run_limit = len(self.choices) + self.runs
+        effort = self.effort()
         lowest: Trial | None = None
         baseline_peak = self.choices[0].peak
         for kept in segmented(self.step):
@@ -172,40 +184,47 @@ class _Search:
             if lowest is None or trial.peak < lowest.peak:
                 lowest = trial
             target = max(limit, trial.peak)
-            while target < baseline_peak and not self.is_spent():
-                trial = self.filled(trial, target)
+            while target < baseline_peak and not self.is_spent(effort):
+                trial = self.keep_more(trial, target)
                 target = baseline_peak if limit else int(target / _COARSER)
         if lowest is not None:
-            self.lower_peak(lowest, limit)
+            self.lower_peak(lowest, limit, self.effort())
 
-    def lower_peak(self, trial: Trial, limit: int, moves: int = _FEW, runs: int = _MOST_RUNS) -> None:
-        """Lower the peak in small steps, as far as possible or to the limit.
-
-        `moves`: single moves of each kind to simulate before choosing one. `runs`: simulations, at most.
-        """
-        self.move_count = moves
-        self.run_limit = len(self.choices) + min(runs, self.runs)
-        shares = iter(_FINER if self.runs == _MOST_RUNS else (_COARSER, *_FINER))
-        share = next(shares)
+    def lower_peak(self, trial: Trial, limit: int, effort: _Effort) -> None:
+        """Try choices with ever lower peaks, in small steps, as far as possible or to the limit."""
+        shares = list(_FINER if self.runs == _MOST_RUNS else (_COARSER, *_FINER))
         while trial.peak > limit:
-            if share * trial.peak < limit and self.lowered(trial, limit):
+            if shares[0] * trial.peak < limit and self.lower_to(trial, limit, effort):
                 return
-            while (lower_trial := self.lowered(trial, int(share * trial.peak))) is None:
-                share = next(shares, 0.0)
-                if not share or self.is_spent():
-                    return
+            lower_trial = self.next_lower(trial, shares, effort)
+            if lower_trial is None:
+                return
             trial = lower_trial
 
-    def lowered(self, trial: Trial, target: int) -> Trial | None:
+    def next_lower(self, trial: Trial, shares: list[float], effort: _Effort) -> Trial | None:
+        """A choice whose peak is the first share of this one's that is reached; None if none is.
+
+        Shares that are not reached are deleted: later ones would not be either.
+        """
+        while shares:
+            lower_trial = self.lower_to(trial, int(shares[0] * trial.peak), effort)
+            if lower_trial is not None:
+                return lower_trial
+            del shares[0]
+            if self.is_spent(effort):
+                break
+        return None
+
+    def lower_to(self, trial: Trial, target: int, effort: _Effort) -> Trial | None:
         """A choice whose peak is at most the target; None if none is found."""
         while trial.peak > target:
-            improved = None if self.is_spent() else self.improved(trial, target)
-            if improved is None:
+            lower_trial = None if self.is_spent(effort) else self.lower_excess(trial, target, effort)
+            if lower_trial is None:
                 return None
-            trial = improved
-        return self.filled(trial, target)
+            trial = lower_trial
+        return self.keep_more(trial, target)
 
-    def improved(self, trial: Trial, target: int) -> Trial | None:
+    def lower_excess(self, trial: Trial, target: int, effort: _Effort) -> Trial | None:
         """A choice with a smaller total excess over the target; None if none is found."""
         excess = _excess(trial, target)
         ranked = self.ranked_drops(trial, target)
@@ -218,18 +237,21 @@ class _Search:
             count //= 3
         keeps = ([number] for number in self.dropped_at_peak(trial))
         single_moves = zip_longest((group for _, group in ranked), keeps)
-        return self.best_move(trial, target, single_moves) or self.best_move(trial, target, zip(self.swaps(trial)))
+        best = self.best_move(trial, target, single_moves, effort.move_count)
+        return best or self.best_move(trial, target, zip(self.swaps(trial)), effort.move_count)
 
-    def best_move(self, trial: Trial, target: int, moves: Iterable[Sequence[list[int] | None]]) -> Trial | None:
+    def best_move(
+        self, trial: Trial, target: int, moves: Iterable[Sequence[list[int] | None]], move_count: int
+    ) -> Trial | None:
         """The move that lowers the total excess most for the time that it costs; None if none of the first does.
 
-        `moves`: each with one of every kind. Some may be missing.
+        `moves`: each with one of every kind. Some may be missing. `move_count`: tried, or more until one helps.
         """
         excess = _excess(trial, target)
         best: Trial | None = None
         best_rate = 0.0
         for number, of_each_kind in enumerate(islice(moves, _MANY)):
-            if best is not None and number >= self.move_count:
+            if best is not None and number >= move_count:
                 break
             for move in filter(None, of_each_kind):
                 candidate = self.simulate(_flipped(trial.kept, move))
@@ -297,17 +319,23 @@ class _Search:
         """
         peak = trial.levels.index(trial.peak)
         ranked = []
-        for i in filter(trial.consumers.__getitem__, self.free):
-            for j in self.sources(trial, i):
+        for i in self.free:
+            sources = self.sources(trial, i) if trial.consumers[i] else ()
+            for j in sources:
                 if self.is_free[j] and trial.kept[i] is not trial.kept[j]:
                     kept, dropped = (i, j) if trial.kept[i] else (j, i)
-                    is_kept_then = trial.needed_from[kept] <= peak <= trial.last_read[kept]
-                    is_held_then = trial.first_read[dropped] <= peak <= trial.last_read[dropped]
-                    freed = self.bytes[kept] if is_kept_then else 0
-                    added = 0 if is_held_then else self.bytes[dropped]
-                    if freed > added:
-                        ranked.append((freed - added, [kept, dropped]))
+                    freed = self.freed_by_swap(trial, kept, dropped, peak)
+                    if freed > 0:
+                        ranked.append((freed, [kept, dropped]))
         return [pair for _, pair in sorted(ranked, reverse=True)]
+
+    def freed_by_swap(self, trial: Trial, kept: int, dropped: int, event: int) -> int:
+        """Bytes that a swap of these values frees at an event; negative if it adds some."""
+        is_kept_then = trial.needed_from[kept] <= event <= trial.last_read[kept]
+        is_held_then = trial.first_read[dropped] <= event <= trial.last_read[dropped]
+        freed = self.bytes[kept] if is_kept_then else 0
+        added = 0 if is_held_then else self.bytes[dropped]
+        return freed - added
 
     def sources(self, trial: Trial, number: int) -> set[int]:
         """The values from which a value is computed, back to kept ones."""
@@ -341,9 +369,9 @@ class _Search:
         paid = _STEPS * _SAVED * seconds / (_PER_EVENT * len(self.simulation.events))
         if min(trials, paid) >= _LEAST_TRIALS:
             kept = annealed(self.simulation, choice.kept, self.free, limit, min(trials, int(paid)), temperature)
-            self.filled(self.simulate(kept), limit)
+            self.keep_more(self.simulate(kept), limit)
 
-    def filled(self, trial: Trial, target: int) -> Trial:
+    def keep_more(self, trial: Trial, target: int) -> Trial:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
         kept = list(trial.kept)
         levels = list(trial.levels)
@@ -377,43 +405,48 @@ def _excess(trial: Trial, target: int) -> int:
 def segmented(step: Step) -> Iterator[list[bool]]:
     """Choices that cut a step into segments, as activation checkpointing does: from few long ones to many short ones.
 
-    The forward pass is cut where fewer bytes are handed on than just before and after, i.e. between its blocks. Values
-    handed on at a cut are kept, and everything else is recomputed from them.
+    The forward pass is cut where fewer bytes are handed on than just before and after, i.e. between its blocks; or, if
+    these bytes are nowhere fewer, between layers of equal size. Values handed on at a cut are kept, and everything else
+    is recomputed from them.
     """
     handed_on = _handed_on(step)
-    cuts = _cuts(step, handed_on)
+    sizes = [_bytes_in_memory(step, results) for results in handed_on]
+    cuts = _local_minima(sizes) or [i for i in range(1, len(sizes) - 1) if 0 < sizes[i] == sizes[i - 1]]
     bytes_before = [0]  # of the results before each value
     for value in step.values:
         bytes_before.append(bytes_before[-1] + (value.bytes if value.kind == Kind.FREE else 0))
     seen: set[tuple[int, ...]] = set()
     for count in _SEGMENTS:
-        chosen: list[int] = []
-        segment_start = 0
-        for cut in cuts:
-            if bytes_before[cut] - segment_start >= bytes_before[-1] / count:
-                chosen.append(cut)
-                segment_start = bytes_before[cut]
-        if tuple(chosen) not in seen:
-            seen.add(tuple(chosen))
+        chosen = _cuts_at_least_apart(cuts, bytes_before, bytes_before[-1] / count)
+        if chosen not in seen:
+            seen.add(chosen)
             kept = [value.kind == Kind.KEPT for value in step.values]
             for i in set().union(*(handed_on[cut] for cut in chosen)):
                 kept[i] = True
             yield kept
 
 
-def _cuts(step: Step, handed_on: Sequence[set[int]]) -> list[int]:
-    """The values behind which fewer bytes are handed on than just before and after; or between layers of equal size."""
-    sizes = []
-    for results in handed_on:
-        memories = {step.values[i].memory for i in results}
-        sizes.append(sum(step.memories[memory] for memory in memories))
-    inner = range(1, len(sizes) - 1)
-    cuts = [
-        i
-        for i in inner
-        if 0 < sizes[i] < sizes[i - 1] and sizes[i] <= next((size for size in sizes[i:] if size != sizes[i]), 0)
-    ]
-    return cuts or [i for i in inner if 0 < sizes[i] == sizes[i - 1]]
+def _cuts_at_least_apart(cuts: Iterable[int], bytes_before: Sequence[int], distance: float) -> tuple[int, ...]:
+    """The cuts that end segments of so many bytes, each the first after the one before."""
+    chosen: list[int] = []
+    segment_start = 0
+    for cut in cuts:
+        if bytes_before[cut] - segment_start >= distance:
+            chosen.append(cut)
+            segment_start = bytes_before[cut]
+    return tuple(chosen)
+
+
+def _bytes_in_memory(step: Step, results: Iterable[int]) -> int:
+    """Bytes of the memories of some values."""
+    return sum(step.memories[memory] for memory in {step.values[i].memory for i in results})
+
+
+def _local_minima(sizes: Iterable[int]) -> list[int]:
+    """Where sizes above 0 are less than just before and after; of equal ones in a row, the first one."""
+    runs = [next(run) for _, run in groupby(enumerate(sizes), key=itemgetter(1))]
+    neighbours = zip(runs, runs[1:], runs[2:], strict=False)
+    return [i for (_, before), (i, size), (_, after) in neighbours if before > size < after and size > 0]
 
 
 def _handed_on(step: Step) -> list[set[int]]:

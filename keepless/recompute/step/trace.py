@@ -76,8 +76,10 @@ class Trace(Registry):
     kept = _NotHeld
     is_over = False
 
-    def __init__(self, inputs: Sequence[Tensor], step_memory: Callable[[Tensor], int | None]) -> None:
-        super().__init__(inputs, None, copy_parameters=False, by_plan=True)
+    def __init__(
+        self, inputs: Sequence[Tensor], step_memory: Callable[[Tensor], int | None], copy_parameters: bool
+    ) -> None:
+        super().__init__(inputs, None, copy_parameters, by_plan=True)
         self.short_row_count = 0  # statistics of rows have values
         self.step_memory = step_memory
         self.sizes: list[int] = []  # bytes of each memory
