@@ -19,18 +19,18 @@ _NAME = "inplace-abn-segmentation"
 def cache_folder() -> Path | None:
     """`inplace-abn-segmentation` in $XDG_CACHE_HOME, by default in ~/.cache. It may not exist yet.
 
-    For users without a home, whom containers may have, it is a `private` folder in the folder for temporary files;
+    For users without a home, whom containers may have, it is a private folder in the folder for temporary files;
     None if there is no such folder.
     """
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not above.startswith("~"):
         return Path(above) / _NAME
     with suppress(OSError):
-        return private(Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}")
+        return make_private(Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}")
     return None
 
 
-def needed_cache(user: str, instead: str) -> Path:
+def require_cache_folder(user: str, instead: str) -> Path:
     """`cache_folder`. ValueError if there is none: `user` needs it, unless the user follows `instead`."""
     folder = cache_folder()
     if folder is None:
@@ -41,7 +41,7 @@ def needed_cache(user: str, instead: str) -> Path:
     return folder
 
 
-def private(folder: Path) -> Path | None:
+def make_private(folder: Path) -> Path | None:
     """Make a folder that only this user may enter; None if something else, or another user's folder, has its name.
 
     Several processes may make it at once. An older one of this user's becomes private, unless others wrote into it.
@@ -76,13 +76,13 @@ def alone_in(folder: Path, partial: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # a network folder without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            _remove(folder, partial)
+            _remove_contents(folder, partial)
         yield
     finally:
         os.close(descriptor)
 
 
-def _remove(folder: Path | str, prefix: str = "", above: int | None = None) -> None:
+def _remove_contents(folder: Path | str, prefix: str = "", above: int | None = None) -> None:
     """Remove what is in a folder, or only names that begin with `prefix`. No link is followed, not even `folder`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     try:
@@ -90,7 +90,7 @@ def _remove(folder: Path | str, prefix: str = "", above: int | None = None) -> N
             try:
                 os.unlink(name, dir_fd=descriptor)
             except (IsADirectoryError, PermissionError):  # PermissionError: a folder, on other systems than Linux
-                _remove(name, above=descriptor)
+                _remove_contents(name, above=descriptor)
                 os.rmdir(name, dir_fd=descriptor)
     finally:
         os.close(descriptor)

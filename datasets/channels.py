@@ -126,7 +126,7 @@ def _decode_values(file: Stored, channels: int, window: Window) -> np.ndarray:
         if mode not in ("LA", "RGBA"):
             raise ValueError(f"{file.path}: is stored as {mode}; expected a PNG, {EXPECTED_TIFF}, or .npy.")
         return pixels[window]
-    return _decode_png(file, channels, window)
+    return _decode_alpha_png(file, channels, window)
 
 
 def _decode_gray(file: Stored, window: Window) -> np.ndarray:
@@ -138,13 +138,13 @@ def _decode_gray(file: Stored, window: Window) -> np.ndarray:
     return gray
 
 
-def _decode_png(file: Stored, channels: int, window: Window) -> np.ndarray:
-    """The channels of a PNG with alpha."""
+def _decode_alpha_png(file: Stored, channels: int, window: Window) -> np.ndarray:
+    """The channels of a PNG with alpha: two, or four."""
     if file.orientation == 1 and window != EVERYTHING:
-        part = reading.decode_window(file, window, formats.GRAY_ALPHA, formats.COLOUR_ALPHA)
-        if part is not None:
-            return part
-    file.size()  # refuses too many pixels
+        crop = reading.decode_window(file, window, formats.GRAY_ALPHA, formats.COLOUR_ALPHA)
+        if crop is not None:
+            return crop
+    file.check_area()
     bgra = cv2.imdecode(np.frombuffer(file.still_data, np.uint8), cv2.IMREAD_UNCHANGED)  # of gray with alpha too
     if bgra is None:
         raise Unreadable(f"{file.path}: cannot be decoded as an image; expected a PNG, undamaged.")
@@ -161,7 +161,7 @@ def _decode_array(file: Stored, window: Window) -> np.ndarray:
     rows, columns = window
     first, last = (0, height) if by_columns else rows.indices(height)[:2]
     row_bytes = width * channels * dtype.itemsize
-    with decoding(file.path, f"an image; expected {EXPECTED_ARRAY}"), file.opened() as stream:
+    with decoding(file.path, f"an image; expected {EXPECTED_ARRAY}"), file.open_stream() as stream:
         stream.seek(start + first * row_bytes)
         pixels = np.frombuffer(stream.read((last - first) * row_bytes), dtype)  # too few do not have this shape
         pixels = pixels.reshape((last - first, width, channels), order="F" if by_columns else "C")

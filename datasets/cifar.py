@@ -12,12 +12,12 @@ import numpy as np
 
 from datasets.class_names import check_names
 from datasets.classification import ClassificationDataset
-from datasets.file_list import is_hidden, listed
+from datasets.file_list import file_list_of, is_hidden
 from datasets.layout import Layout
 from datasets.reading import decode_image
 from datasets.row import Row
 from datasets.segmentation import restorable
-from datasets.stored import Unreadable, complete
+from datasets.stored import Unreadable, complete_file
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
@@ -28,15 +28,15 @@ def cifar10(root: str | os.PathLike | None, split: str) -> ClassificationDataset
     `root` holds the unpacked python version, or a zip file of class folders, which may also be `root` itself.
     ValueError if the split is unknown, `root` holds neither, or a file is missing or damaged.
     """
-    return _cifar("CIFAR10", 10, root, split)
+    return _open_cifar("CIFAR10", 10, root, split)
 
 
 def cifar100(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """CIFAR-100: split "train" (50,000 images) or "test" (10,000), 100 fine classes. Otherwise like `cifar10`."""
-    return _cifar("CIFAR100", 100, root, split)
+    return _open_cifar("CIFAR100", 100, root, split)
 
 
-def _cifar(name: str, classes: int, root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+def _open_cifar(name: str, classes: int, root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """`name`: torchvision's."""
     from torchvision import datasets  # few runs need it
 
@@ -65,18 +65,18 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
         names = np.array([f"{split}/{number:05d}" for number in range(len(pixels))])
         labels = np.array(stored.targets, np.int64)
         return ClassificationDataset(
-            layout.name, split, tuple(stored.classes), labels, listed(root, files), pixels, names
+            layout.name, split, tuple(stored.classes), labels, file_list_of(root, files), pixels, names
         )
     inside = sorted(file for file in root.iterdir() if file.suffix.lower() == ".zip" and file.is_file())
     archives = [path] if is_zip else inside
     if len(archives) != 1:
         contents = ", ".join(archive.name for archive in archives) or "neither the dataset nor a zip file"
         raise layout.error(f"{layout.name}: {root} holds {contents}; expected one of them", root)
-    return _in_zip(archives[0], split, classes, layout)
+    return _read_zip(archives[0], split, classes, layout)
 
 
 @restorable()
-def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> ClassificationDataset:
+def _read_zip(archive: Path, split: str, classes: int, layout: Layout) -> ClassificationDataset:
     """The pictures that the zip file calls …/`split`/CLASS/NAME."""
     member = archive
     try:
@@ -91,7 +91,7 @@ def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classifi
             pixels = np.empty((len(pictures), 3, 32, 32), np.uint8)
             for number, (_, _, name) in enumerate(pictures):
                 member = archive / name
-                planes = decode_image(complete(member, content.read(name))).transpose(2, 0, 1)
+                planes = decode_image(complete_file(member, content.read(name))).transpose(2, 0, 1)
                 if planes.shape != (3, 32, 32):
                     raise Unreadable(f"{member}: has {planes.shape[2]}x{planes.shape[1]} pixels; expected 32x32.")
                 pixels[number] = planes
@@ -99,7 +99,7 @@ def _in_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classifi
         raise Unreadable(f"{member}: cannot be unpacked ({error}); expected an intact zip file.") from None
     labels = np.array([names.index(class_name) for class_name, _, _ in pictures], np.int64)
     titles = np.array([f"{class_name}/{file}" for class_name, file, _ in pictures])
-    files = listed(archive.parent, [archive])
+    files = file_list_of(archive.parent, [archive])
     return ClassificationDataset(layout.name, split, tuple(names), labels, files, pixels, titles)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from datasets.cache import needed_cache, read_arrays, write_arrays
+from datasets.cache import read_arrays, require_cache_folder, write_arrays
 from datasets.segmentation import SegmentationDataset
 from datasets.verify import map_images
 from datasets.workers import Progress
@@ -46,7 +46,7 @@ class ClassIndex:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def absent(self) -> list[str]:
+    def absent_classes(self) -> list[str]:
         """Names of the classes without a pixel in any image."""
         return [self.classes[class_id] for class_id in np.flatnonzero(self.counts.sum(axis=0) == 0)]
 
@@ -70,7 +70,7 @@ def index_classes(
 ) -> ClassIndex:
     """Load the index of a split from `folder` (default: the cache folder), or build and save it there.
 
-    The file is named after the dataset's fingerprint. `workers`: see `in_order`.
+    The file is named after the dataset's fingerprint. `workers`: see `map_in_order`.
 
     Raises:
         ValueError: a label is bad or missing, or there is no folder, or it cannot be written (the message names
@@ -78,7 +78,7 @@ def index_classes(
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
-    parent = folder or needed_cache("the class index", f"give {folder_key}=DIR") / "class-index"
+    parent = folder or require_cache_folder("the class index", f"give {folder_key}=DIR") / "class-index"
     cached = Path(os.path.expanduser(parent)) / key
     file = cached / "index.npz"
     arrays = read_arrays(file, _ARRAYS)

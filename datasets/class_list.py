@@ -22,7 +22,7 @@ def folder_classes(file: Path) -> ClassTable:
     """The classes of a file classes.json.
 
     A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
-    ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
+    ids, as PNGs with the classes' colours, unless these are `lookalikes`. ValueError for a file of another form.
     """
     try:
         content = read_json(file)
@@ -62,7 +62,7 @@ def folder_classes(file: Path) -> ClassTable:
         ) from None
     return ClassTable(
         names=names,
-        palette=distinguished({number: colours.get(number) for number in ids}),
+        palette=distinct_palette({number: colours.get(number) for number in ids}),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
@@ -73,16 +73,16 @@ def folder_classes(file: Path) -> ClassTable:
     )
 
 
-def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
+def lookalikes(colours: Mapping[int, Sequence[int]]) -> set[int]:
     """Classes whose colour looks like another class's: every channel differs by less than 8 levels."""
     near = _near([*colours.values()], [*colours.values()])
     return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
 
 
-def distinguished(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
+def distinct_palette(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
     """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
     listed = {number: colour for number, colour in colours.items() if colour is not None}
-    chosen = {number: listed[number] for number in listed.keys() - alike(listed)}
+    chosen = {number: listed[number] for number in listed.keys() - lookalikes(listed)}
     # Each colour is near at most one colour of the grid, so enough of these are left.
     levels = range(20, 256, 32)
     spare = [*distinct_colours(256), *product(levels, levels, levels)]

@@ -26,7 +26,7 @@ def check_names(names: Iterable[tuple[int, object]], source: str = "") -> None:
             )
 
 
-def by_number(names: Iterable[str]) -> list[str]:
+def sort_by_number(names: Iterable[str]) -> list[str]:
     """Sort names by the numbers in them: class_2 comes before class_10. -2 comes before -1 if all are numbers."""
     names = [*names]
     if all(map(_NUMBER.fullmatch, names)):
@@ -41,7 +41,7 @@ def by_number(names: Iterable[str]) -> list[str]:
 def two_orders(names: Iterable[str]) -> str | None:
     """For messages: where the order of names as text first differs from the order by number; None if they agree."""
     as_text = sorted(names)
-    as_numbers = by_number(as_text)
+    as_numbers = sort_by_number(as_text)
     if as_text == as_numbers:
         return None
     first = next(place for place, name in enumerate(as_text) if as_numbers[place] != name)

@@ -52,10 +52,11 @@ class Palettes:
 
     def about_grays(self, table: "ClassTable | None" = None) -> str:
         """A sentence on palettes of grays; "" if there are none, or if both readings are the same in `table`."""
-        same = table is not None and all(
-            table.reading(gray) == table.label_ids.get(n) for n, gray in self.grays.items()
-        )
-        if not self.grays or same:
+        if not self.grays:
+            return ""
+        if table is not None and all(
+            table.train_id_of_gray(gray) == table.label_ids.get(number) for number, gray in self.grays.items()
+        ):
             return ""
         plain = f" ({self.plain_labels} others have none)" if self.plain_labels else ""
         return (
@@ -66,12 +67,14 @@ class Palettes:
 
     def grays_fit(self, table: "ClassTable") -> bool:
         """Whether palettes of grays may be meant as the other labels are, or as the only ids that are classes."""
-        # The train ids of each gray, and of its index.
-        pairs = [(table.reading(gray), table.label_ids.get(number, IGNORED)) for number, gray in self.grays.items()]
-        is_only_reading = any(index_id == IGNORED != gray_id for gray_id, index_id in pairs)
-        return all(gray_id is not None for gray_id, _ in pairs) and (self.plain_labels > 0 or is_only_reading)
+        gray_ids = [table.train_id_of_gray(gray) for gray in self.grays.values()]
+        if None in gray_ids:
+            return False
+        index_ids = [table.label_ids.get(number, IGNORED) for number in self.grays]
+        pairs = zip(gray_ids, index_ids, strict=True)
+        return self.plain_labels > 0 or any(index_id == IGNORED != gray_id for gray_id, index_id in pairs)
 
-    def swapped(self, listed: Mapping[int, int]) -> list[str]:
+    def swap_remarks(self, listed: Mapping[int, int]) -> list[str]:
         """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
         for number, (source, colour) in self._first.items():
             listed_number = listed.get(int.from_bytes(bytes(colour), "big"), number)
@@ -140,12 +143,12 @@ class ClassTable:
             )
         return mapped
 
-    def checked(self, raw: np.ndarray) -> np.ndarray:
-        """Return raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
+    def raw_ids(self, raw: np.ndarray) -> np.ndarray:
+        """Raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
         self.train_ids(raw)
         return raw
 
-    def reading(self, gray: int) -> int | None:
+    def train_id_of_gray(self, gray: int) -> int | None:
         """The train id of a gray level in a label without a palette; None if it has none."""
         number = gray if gray in self.label_ids else self.label_colours.get(0x010101 * gray, gray)
         return self.label_ids.get(number)

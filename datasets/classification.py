@@ -83,10 +83,10 @@ class ClassificationDataset(Dataset):
         return self.files.path(number)
 
     def minus(self, mean_image: np.ndarray) -> "ClassificationDataset":
-        """The dataset with `mean_image`, float64 (3, H, W), subtracted from the images in `in_memory`."""
+        """The dataset with `mean_image`, float64 (3, H, W), subtracted from the images in `pixels_of`."""
         return replace(self, mean_image=mean_image)
 
-    def in_memory(self, numbers: np.ndarray) -> np.ndarray:
+    def pixels_of(self, numbers: np.ndarray) -> np.ndarray:
         """Several of `pixels`: uint8 (n, 3, H, W) RGB, or float32 with a `mean_image`, still in levels of 255."""
         assert self.pixels is not None, f"{self.name} is in files"
         chosen = self.pixels[numbers]

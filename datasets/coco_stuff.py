@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
-from datasets.layout import Layout, as_listed, read_list
+from datasets.layout import Layout, files_of_names, read_list
 from datasets.row import Images, Row
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -90,18 +90,18 @@ def coco_stuff(
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
-    names = _listed(root, split, images, keys) if lists == "challenge" else None
-    labels, folder, stuffthingmaps = _labels(root, split)
+    names = _names_on_list(root, split, images, keys) if lists == "challenge" else None
+    labels, folder, stuffthingmaps = _find_labels(root, split)
     if names is not None:
         images = {name: images[name] for name in names}
     files, remarks = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
     if names is not None:
-        files = as_listed(files, names)
+        files = files_of_names(files, names)
         remarks = ()  # lists leave labels out
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=remarks)
 
 
-def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
+def _find_labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     """Label files by image name, their folder, and whether they are `stuffthingmaps`."""
     name = f"{split}2017"
     pixel_maps = [root / "annotations" / f"stuff_{name}_pixelmaps", root / f"stuff_{name}_pixelmaps"]
@@ -122,7 +122,7 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     raise _LAYOUT.error(f"coco_stuff: no labels for split {split!r}, looked for {looked_for}", root)
 
 
-def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[str]:
+def _names_on_list(root: Path, split: str, images: dict[str, Path], keys: str) -> list[str]:
     """Names on the challenge's list of images. ValueError if any are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     files = [folder / f"{split}-ids.txt" for folder in folders]

@@ -55,7 +55,7 @@ class FileList:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def listed(root: Path, paths: Sequence[Path | str]) -> FileList:
+def file_list_of(root: Path, paths: Sequence[Path | str]) -> FileList:
     """The list of `paths`, which begin with `root`. A file that cannot be read has size and time 0."""
     start = 0 if root == Path() else len(os.path.join(root, ""))  # os.path.relpath would take most of the time
     return _file_list(root, [(str(path)[start:], _size_and_time(path)) for path in paths])
@@ -80,7 +80,7 @@ def printable(name: object) -> str:
     return readable(name).encode(errors="backslashreplace").decode()
 
 
-def unfit(path: Path) -> str | None:
+def why_unfit(path: Path) -> str | None:
     """Why a path is not read as a file; None if it can be, or if reading it will say why it cannot."""
     try:
         state = os.stat(path)

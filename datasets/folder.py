@@ -15,7 +15,7 @@ from datasets.class_list import CLASSES, EXAMPLE, folder_classes
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, as_listed, read_list, remarks_on
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, files_of_names, read_list, remarks_on
 from datasets.reading import Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
@@ -61,7 +61,7 @@ def folder_splits(root: str | os.PathLike | None, fold: int | None = None, optio
     splits = {split for split in splits if not any(map(is_hidden, split.split("/")))}
     if fold is not None:
         names = {split.rpartition("/")[2] for split in splits}
-        splits = {name for name in names if of_fold(name, fold) in splits}
+        splits = {name for name in names if split_of_fold(name, fold) in splits}
     return sorted(splits, key=lambda split: (split not in ("train", "val"), split))
 
 
@@ -87,7 +87,7 @@ def _is_list(file: Path, images: Path) -> bool:
     return False
 
 
-def of_fold(split: str, fold: int | None) -> str:
+def split_of_fold(split: str, fold: int | None) -> str:
     """The split of a fold. A test split is the same for all."""
     return split if fold is None or split == WITHHELD or IN_FOLD.match(split) else f"fold{fold}/{split}"
 
@@ -119,14 +119,14 @@ def folder(
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     options = LabelNames(label_folder, label_suffix, keys, image_folder)
-    split = of_fold(split, fold)
+    split = split_of_fold(split, fold)
     root = _LAYOUT.top(root)
     options.check()
-    split_path = _below(root, split, options)
-    above, inside, is_listed = _place(root, split, split_path, options)
+    split_path = _split_path(root, split, options)
+    above, inside, is_listed = _place_of_split(root, split, split_path, options)
     images_in = above / image_folder / inside
     if not images_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _elsewhere(root, options))
+        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _missing_split_advice(root, options))
     suffixes = image_suffixes(channels)
     image_files = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, rare_suffixes=LAST_SUFFIXES)
     images = options.images(image_files)
@@ -138,15 +138,15 @@ def folder(
         images = usable or images
     paths = {*map(str, (*images.values(), *labels.values()))}
     strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
-    order = on_list(root, split_path, images, options) if is_listed and not listed else list(listed or images)
+    order = names_on_list(root, split_path, images, options) if is_listed and not listed else list(listed or images)
     if is_listed:
         images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
     if split_path.name == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
-        files = _paired(root, above, inside, images, labels, options)
-    files = [entry._replace(name=as_stored(entry, images_in)) for entry in as_listed(files, order)]
-    unlisted = [] if not is_listed or listed else on_no_list(root, split_path, labelled)
+        files = _pair_labels(root, above, inside, images, labels, options)
+    files = [entry._replace(name=stored_name(entry, images_in)) for entry in files_of_names(files, order)]
+    unlisted = [] if not is_listed or listed else names_on_no_list(root, split_path, labelled)
     table = _classes_of(root)
     return SegmentationDataset(
         "folder",
@@ -164,7 +164,7 @@ def folder(
     )
 
 
-def _place(root: Path, split: str, split_path: Path, options: LabelNames) -> tuple[Path, str, bool]:
+def _place_of_split(root: Path, split: str, split_path: Path, options: LabelNames) -> tuple[Path, str, bool]:
     """Of a split: the folder above images and labels, the folder in both that holds it, and whether it is a list."""
     images = root / options.image_folder
     if split_path != root and (not images.is_dir() or (split_path / options.image_folder).is_dir()):  # DIR/train/images
@@ -174,7 +174,7 @@ def _place(root: Path, split: str, split_path: Path, options: LabelNames) -> tup
     return root, "", True
 
 
-def _paired(
+def _pair_labels(
     root: Path, above: Path, inside: str, images: dict[str, Path], labels: dict[str, Path], options: LabelNames
 ) -> list[Files]:
     """Images with their labels, by name. ValueError: one has no label in above/labels/`inside`."""
@@ -211,7 +211,7 @@ def palette_fix(keys: str = "") -> str:
     )
 
 
-def _below(root: Path, split: str, options: LabelNames) -> Path:
+def _split_path(root: Path, split: str, options: LabelNames) -> Path:
     """The folder of a split, or where it would be. ValueError if it is not in `root`."""
     if {"/", ".."} & {*Path(split).parts}:
         raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
@@ -222,7 +222,7 @@ def _below(root: Path, split: str, options: LabelNames) -> Path:
     return root / same[0] if len(same) == 1 else below
 
 
-def as_stored(entry: Files, folder: Path) -> str:
+def stored_name(entry: Files, folder: Path) -> str:
     """The name of an image as its file has it below a folder: accents may be letters of their own there."""
     path = str(entry.image.relative_to(folder))
     return path.removesuffix(entry.image.suffix) if composed(path) != path else entry.name
@@ -240,7 +240,7 @@ class LabelFiles(NamedTuple):
 def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> None:
     """ValueError if a folder looks like one of several splits beside each other, such as DIR/train of DIR."""
     top = _LAYOUT.top(root).resolve()
-    beside = [] if folder_splits(top, options=options) else _beside(top, options)
+    beside = [] if folder_splits(top, options=options) else _splits_beside(top, options)
     if beside:
         raise ValueError(
             f"{top} looks like one of the splits {', '.join(beside)} of {top.parent}: give {top.parent}, whose "
@@ -248,7 +248,7 @@ def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) ->
         )
 
 
-def _beside(top: Path, options: LabelNames) -> list[str]:
+def _splits_beside(top: Path, options: LabelNames) -> list[str]:
     """The names of a split's folder and of those beside it; empty if `top` looks like another folder."""
     splits = [split for split in folder_splits(top.parent, options=options) if "/" not in split]
     is_split = top.name in splits and len(splits) > 1 and {"train", "val", WITHHELD} & {*splits}
@@ -261,7 +261,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     options.check()
     label_files = LabelFiles({}, [], [], root / options.image_folder)
     fix = None
-    for above in _folders(root, {options.image_folder, options.folder}):
+    for above in _folders_holding(root, {options.image_folder, options.folder}):
         labels = options.labels(above / options.folder)
         images = None
         image_folder = above / options.image_folder
@@ -279,15 +279,15 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     if not label_files.images:
         above = root.resolve().parent
         if (above / options.image_folder).is_dir():
-            whole = above.parent if _beside(above, options) else above
+            whole = above.parent if _splits_beside(above, options) else above
             fix = fix or f"give {options.keys}root={whole}, the folder above"
-        fix = fix or options.twins(root)
+        fix = fix or options.twins_advice(root)
         labels_missing = "no labels of an image" if label_files.alone else "no labels"
         raise _LAYOUT.error(f"folder: {labels_missing} in {root}", root, fix)
     return label_files
 
 
-def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
+def _folders_holding(root: Path, names: Set[str]) -> Iterator[Path]:
     """`root` and all folders below it, sorted, that have a folder with one of `names`, whose folders do not count.
 
     Links are followed, as for splits, but no folder is visited twice: links may form a circle.
@@ -302,7 +302,7 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _elsewhere(root: Path, options: LabelNames) -> str | None:
+def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     """Advice about a split that is missing: others in `root`, the folder above, or the command that writes lists."""
     splits = folder_splits(root, options=options)
     above = root.resolve()
@@ -314,10 +314,10 @@ def _elsewhere(root: Path, options: LabelNames) -> str | None:
         ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
     if whole:
         ways.append(f"give one of the splits that are there: {', '.join(whole)}")
-    twins = None if splits or images.is_dir() else options.twins(root)
+    twins = None if splits or images.is_dir() else options.twins_advice(root)
     if twins:
         ways.append(twins)
-    elif not splits and _beside(above, options):
+    elif not splits and _splits_beside(above, options):
         ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
     elif images.is_dir() and not split_folders(images):
         lists = sorted(root.glob("ImageSets/*/train*.txt"))
@@ -328,13 +328,13 @@ def _elsewhere(root: Path, options: LabelNames) -> str | None:
     return "; or ".join(ways) or None
 
 
-def on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
+def names_on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
     """The image names on a split's list, which may list suffixes too. `split_path`: where its folder would be."""
     file = Path(f"{split_path}.txt")
     if not file.is_file():
         neither = f"folder: neither the folder {split_path / options.image_folder} nor the list {file} exists"
-        raise _LAYOUT.error(neither, root, _elsewhere(root, options))
-    names = _names_on(file, images)
+        raise _LAYOUT.error(neither, root, _missing_split_advice(root, options))
+    names = _read_names(file, images)
     fix = (
         f"give one path below {root / options.image_folder} a line, such as {readable(min(images))}, without a label "
         f"beside it; take out lines of images that are not there"
@@ -343,7 +343,7 @@ def on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: L
     return names
 
 
-def _names_on(file: Path, images: Mapping[str, Path]) -> list[str]:
+def _read_names(file: Path, images: Mapping[str, Path]) -> list[str]:
     """The names on a list, without the suffixes of `images`."""
     lines = [composed(line).removeprefix("./") for line in read_list(file, "the name of an image")]
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
@@ -351,7 +351,7 @@ def _names_on(file: Path, images: Mapping[str, Path]) -> list[str]:
     return [stems.get(line) or stripped[line] or line for line in lines]
 
 
-def on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -> list[str]:
+def names_on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -> list[str]:
     """The names of `images` in `root`/images that are on none of the lists beside `split_path`.txt, sorted.
 
     All folds share `root`/test.txt, so it counts for each of them.
@@ -364,7 +364,7 @@ def on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -> list
     names = set[str]()
     for file in filter(Path.is_file, lists):
         with suppress(ValueError):  # another text
-            names.update(_names_on(file, images))
+            names.update(_read_names(file, images))
     return sorted(images.keys() - names)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from datasets.class_names import ORDERS, by_number, check_names
+from datasets.class_names import ORDERS, check_names, sort_by_number
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, is_hidden, list_classes, readable
 from datasets.layout import PHOTOGRAPHS, RARE, Layout, first_of, remarks_on
@@ -51,7 +51,7 @@ def imagenet(
     ValueError if the split or order is unknown, a folder or all images are missing, the splits have different classes,
     a folder's name cannot be a class's, or images lie outside the class folders.
     """
-    return _in_folders(_LAYOUT, root, split, class_order, keys)
+    return _open_class_folders(_LAYOUT, root, split, class_order, keys)
 
 
 def image_folder(
@@ -61,7 +61,7 @@ def image_folder(
 
     ValueError also if there is only one class.
     """
-    dataset = _in_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS, RARE)
+    dataset = _open_class_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS, RARE)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
@@ -70,7 +70,7 @@ def image_folder(
     return replace(dataset, turned=True)
 
 
-def _in_folders(
+def _open_class_folders(
     layout: Layout,
     root: str | os.PathLike | None,
     split: str,
@@ -90,7 +90,7 @@ def _in_folders(
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root, fix)
     classes = class_folders(folder)
     if class_order == "numbers":
-        places = {name: place for place, name in enumerate(by_number(map(composed, classes)))}
+        places = {name: place for place, name in enumerate(sort_by_number(map(composed, classes)))}
         classes = tuple(sorted(classes, key=lambda name: places[composed(name)]))
     with os.scandir(folder) as entries:
         outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]

@@ -83,7 +83,9 @@ class TrainingCrops(_Items):
             ) from None
         if self.augmentations is not None:
             classes = len(self.dataset.classes)
-            image, augmented_label = self.augmentations(image, label, _seeds(draw), draw.moment, classes, self._further)
+            image, augmented_label = self.augmentations(
+                image, label, _seeds(draw), draw.moment, classes, self._further_crop
+            )
             label = np.ascontiguousarray(augmented_label)
         return {
             "image": _channels_first(image),
@@ -91,7 +93,7 @@ class TrainingCrops(_Items):
             "name": self.dataset.files[draw.image].name,
         }
 
-    def _further(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _further_crop(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """A crop of any image, to be mixed into another."""
         return self.transform(*self.dataset.undecoded(int(rng.integers(len(self)))), rng)
 
@@ -171,7 +173,7 @@ class ImagesInMemory(_Items):
     def __getitems__(self, keys: Sequence[Any]) -> dict:
         """{"image": uint8 or float32 (n, 3, h, w), "label": int64 (n,), "name": list}. All keys have the same epoch."""
         numbers = np.array(keys if self.transform is None else [number for _, number, *_ in keys])
-        images = self.dataset.in_memory(numbers)
+        images = self.dataset.pixels_of(numbers)
         if self.transform is not None:
             epoch = keys[0][0]
             # One generator per epoch draws for all images: a generator per image would take longer than the crops.

@@ -64,7 +64,7 @@ class LabelNames(NamedTuple):
         suffixes = [f"{self.suffix}{kind}" for kind in PHOTOGRAPHS]
         return list_files(folder, suffixes, deep=True) if folder.is_dir() else {}
 
-    def among(self, files: Sequence[Path]) -> set[Path]:
+    def labels_among(self, files: Sequence[Path]) -> set[Path]:
         """The files that are labels: in a folder for labels beside the images, under the name of one of these."""
         names = {path: composed(str(path.with_suffix(""))) for path in files}
         all_names = {*names.values()}
@@ -80,24 +80,24 @@ class LabelNames(NamedTuple):
     def advice(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
         files are there in place of labels."""
-        place, suffix = self.beside(above, images)
+        place, suffix = self.usual_label_place(above, images)
         if not place:
-            return self._instead(above, images)
+            return self._advice_instead(above, images)
         options = self._as_options(label_folder=place, label_suffix=suffix)
         example = readable(next(iter(images)) + suffix)
         return f"{above / place} holds labels such as {example}: {options}" if options else None
 
-    def twins(self, above: Path) -> str | None:
+    def twins_advice(self, above: Path) -> str | None:
         """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir."""
         for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
             for folder in sorted(filter(Path.is_dir, place.iterdir())):
                 images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
-                labels, suffix = self._replace(image_folder=folder.name).beside(place, images)
+                labels, suffix = self._replace(image_folder=folder.name).usual_label_place(place, images)
                 if _OF_LABELS.search(labels):
                     return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
         return None
 
-    def beside(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
+    def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder and the suffix of most files that begin as these images do; empty if they are few."""
         wanted = [*images][:50]
         counts = Counter[tuple[str, str]]()
@@ -118,7 +118,7 @@ class LabelNames(NamedTuple):
         words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != current[key])
         return words and f"give {words}"
 
-    def _instead(self, above: Path, images: Mapping[str, Path]) -> str | None:
+    def _advice_instead(self, above: Path, images: Mapping[str, Path]) -> str | None:
         """What lies in the place of the images' labels, perhaps one file for all, and how to make labels of it."""
         image_paths = {*images.values()}
         has_no_labels = not self.labels(above / self.folder)

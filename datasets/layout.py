@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import files_in, list_files, readable, unfit
+from datasets.file_list import files_in, list_files, readable, why_unfit
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image. Files
@@ -112,7 +112,7 @@ class Layout:
         return files, remarks_on([path for name, path in labels.items() if name not in images])
 
 
-def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
+def files_of_names(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
     """The files of the names on a list, sorted; a name that is there several times counts as often."""
     by_name = {entry.name: entry for entry in files}
     return [by_name[name] for name in sorted(names)]
@@ -120,7 +120,7 @@ def as_listed(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
 
 def read_json(file: Path) -> Any:
     """The content of a JSON file. OSError or ValueError if it cannot be read."""
-    why = unfit(file)
+    why = why_unfit(file)
     if why is not None:
         raise ValueError(f"it {why}")
     try:
@@ -135,7 +135,7 @@ def read_list(file: Path, line_content: str) -> list[str]:
     `line_content`: what a line should hold, for messages.
     """
     try:
-        why = unfit(file)
+        why = why_unfit(file)
         if why is not None:
             raise ValueError(f"it {why}")
         lines = [line for line in file.read_text("utf-8-sig").splitlines() if line.strip()]

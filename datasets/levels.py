@@ -19,7 +19,7 @@ _MOST_RARE = 1e-2  # of all such pixels, towards black or white
 _MANY = 3e-2  # of an image's pixels that become black or white
 
 
-def measured(dataset: SegmentationDataset, progress: Progress = None) -> tuple[list[float], list[float]]:
+def mean_and_deviation(dataset: SegmentationDataset, progress: Progress = None) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, from 0 to 1, over every k-th image of a split.
 
     ValueError: an image cannot be read.
@@ -53,7 +53,7 @@ class Use(NamedTuple):
     clipped: Sequence[float]  # share of the pixels, without such, whose 16-bit values lie outside of range16
 
 
-def used(
+def use_of(
     file: Stored, turned: bool, channels: int = COLOURS, range16: Range16 = ALL_16, shallow: bool = False
 ) -> Use | None:
     """The values of an image; None for 8 bits unless `shallow`, as it has to be decoded. `range16`: see `Use`."""
@@ -91,7 +91,7 @@ def doubts_of_levels(uses: Iterable[Sequence], range16: Range16, images: str, ke
         if uses_of_depth:
             ranges = [_span(pairs) for pairs in zip(*(use.ranges for use in uses_of_depth), strict=True)]
             clipped = [max(shares) for shares in zip(*(use.clipped for use in uses_of_depth), strict=True)]
-            doubts += _doubts(bits, images, ranges, clipped, pairs_of(depth_range, len(ranges)), keys)
+            doubts += _doubts_of_depth(bits, images, ranges, clipped, pairs_of(depth_range, len(ranges)), keys)
     return doubts
 
 
@@ -100,7 +100,7 @@ def _span(ranges: Iterable[Range16 | None]) -> Range16 | None:
     return (min(low for low, _ in pairs), max(high for _, high in pairs)) if pairs else None
 
 
-def _doubts(
+def _doubts_of_depth(
     bits: int,
     images: str,
     ranges: Sequence[Range16 | None],
@@ -123,7 +123,7 @@ def _doubts(
     flat = [place for place in range(len(ranges)) if place not in varying and len(ranges) != COLOURS]
     doubts = []
     if flat:
-        doubts.append(f"{bits}-bit {images} show nothing{_named(flat)}, which has one value: check the files")
+        doubts.append(f"{bits}-bit {images} show nothing{_in_channels(flat)}, which has one value: check the files")
     level_counts = {place: level_count(pair, range16s[place]) for place, pair in varying.items()}
     few = {place: count for place, count in level_counts.items() if count <= _FEW}
     outside = [place for place in varying if clipped[place] > _MANY]
@@ -132,7 +132,7 @@ def _doubts(
     reasons = []
     if few:
         low, high = _span(varying[place] for place in few) or whole
-        channels = _named(few) if len(few) < len(varying) else ""
+        channels = _in_channels(few) if len(few) < len(varying) else ""
         use = f"use {max(few.values())} of the 256 levels that a network sees{channels}"
         reasons.append(f"{use}, as they hold values from {low} to {high}")
     if outside:
@@ -154,6 +154,6 @@ def _doubts(
     return [*doubts, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
 
 
-def _named(places: Iterable[int]) -> str:
+def _in_channels(places: Iterable[int]) -> str:
     numbers = [str(place + 1) for place in places]
     return f" in {'channel' if len(numbers) == 1 else 'channels'} {', '.join(numbers)}"

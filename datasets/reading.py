@@ -46,7 +46,7 @@ def decode_image(
     do. Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below
     `window` are not decoded.
     """
-    values = decode_values(_stored(file, photograph=turned), window, turned, is_deep=tuple(range16) != ALL_16)
+    values = decode_values(_read_if_path(file, photograph=turned), window, turned, is_deep=tuple(range16) != ALL_16)
     return as_levels(values, range16)
 
 
@@ -79,9 +79,14 @@ def decode_values(file: Stored, window: Window = EVERYTHING, turned: bool = Fals
         return _decode_photograph(file, is_deep)[window]
     orientation = file.orientation if turned else 1
     if orientation == 1 and window != EVERYTHING:
-        part = decode_window(file, window, formats.COLOUR)
-        if part is not None:
-            return part
+        crop = decode_window(file, window, formats.COLOUR)
+        if crop is not None:
+            return crop
+    return upright(_decode_colours(file, is_deep), orientation)[window]
+
+
+def _decode_colours(file: Stored, is_deep: bool) -> np.ndarray:
+    """The RGB pixels of a PNG or JPEG as stored; `is_deep`: see `decode_values`."""
     image = None
     data = file.still_data
     try:
@@ -92,7 +97,7 @@ def decode_values(file: Stored, window: Window = EVERYTHING, turned: bool = Fals
             raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
     if image is None:
         raise Unreadable(f"{file.path}: cannot be decoded as an image; expected a PNG or JPEG, undamaged.")
-    return upright(image, orientation)[window]
+    return image
 
 
 def upright(image: np.ndarray, orientation: int) -> np.ndarray:
@@ -110,7 +115,7 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
 
     Rows far below `window` are not decoded.
     """
-    stored = _stored(file)
+    stored = _read_if_path(file)
     if stored.png_kind is None:
         raise Unreadable(
             f"{stored.path}: is a JPEG, which changes values; expected a PNG (docs/data.md, Labels of other kinds, has "
@@ -120,8 +125,11 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
         depth, colour_type = stored.png_kind
         expected = "one 8-bit class id per pixel (not a colour picture)"
         raise Unreadable(f"{stored.path}: is a PNG of {depth} bits and colour type {colour_type}; expected {expected}.")
-    part = None if window == EVERYTHING else decode_window(stored, window, formats.GRAY, formats.PALETTE)
-    return _decode_exact(stored)[window] if part is None else part
+    if window != EVERYTHING:
+        crop = decode_window(stored, window, formats.GRAY, formats.PALETTE)
+        if crop is not None:
+            return crop
+    return _decode_exact(stored)[window]
 
 
 def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
@@ -131,7 +139,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     alpha if it is opaque, and the same as TIFFs. ValueError if the file holds anything else, or has an EXIF
     orientation, which is applied to images only.
     """
-    stored = _stored(file, photograph=True)
+    stored = _read_if_path(file, photograph=True)
     if stored.is_png_or_jpeg and stored.orientation > 1:
         raise Unreadable(f"{stored.path}: has an EXIF orientation, but labels are read as stored; expected none.")
     if not stored.is_png_or_jpeg:
@@ -191,7 +199,7 @@ def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
     is_tiff = file.format == "TIFF"
     expected = _TIFF if is_tiff else f"{', '.join(PILLOW_FORMATS)}, with 8 or 16 bits per channel"
     with decoding(file.path, f"an image; expected {expected}", converts=is_tiff):
-        with _opened(file.data) as opened:
+        with _open_image(file.data) as opened:
             tags: Tags = getattr(opened, "tag_v2", {})  # of a TIFF
             formats.check_pixels(tags, len(file.data))
             if file.data.startswith(b"MM\0+") or _is_misread(opened, tags):
@@ -207,13 +215,13 @@ def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
             raise UnidentifiedImageError("the black and white of 32 bits are unknown")
         pixels = np.array(image.convert("RGB"))
         if is_deep and bits == 16 and image.mode in ("RGB", "RGBA"):
-            with _opened(file.data, is_lower=True) as opened:
+            with _open_image(file.data, is_lower=True) as opened:
                 lower_bits = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
             return pixels.astype(np.uint16) << 8 | lower_bits
         return pixels
 
 
-def _opened(data: bytes, is_lower: bool = False) -> Image.Image:
+def _open_image(data: bytes, is_lower: bool = False) -> Image.Image:
     """An image whose colours Pillow reads as they are stored.
 
     It would divide a TIFF's colours by alpha if its tags say that they were multiplied by it. Of 16-bit colours it
@@ -251,12 +259,12 @@ def _is_misread(image: Image.Image, tags: Tags) -> bool:
 
 def _decode_exact(file: Stored) -> np.ndarray:
     """The values in a PNG."""
-    file.size()  # refuses too many pixels, before they are inflated
+    file.check_area()
     with decoding(file.path, "a label; expected a PNG"):
         return np.asarray(Image.open(BytesIO(formats.png_pixels_only(file.data)), formats=["PNG"]))
 
 
-def _stored(file: Path | Stored, photograph: bool = False) -> Stored:
+def _read_if_path(file: Path | Stored, photograph: bool = False) -> Stored:
     return file if isinstance(file, Stored) else read(file, photograph)
 
 

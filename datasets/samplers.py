@@ -102,7 +102,7 @@ class ClassUniformMinibatches(_Minibatches):
         """The draws of one epoch: `fraction` of them class-uniform, the rest uniform, in random order."""
         rng = _generator(self.seed, epoch, stream=1)
         count = round(self.fraction * self.draws)
-        class_uniform = iter(self._class_uniform(count, rng))
+        class_uniform = iter(self._class_uniform_draws(count, rng))
         uniform = iter(_rounds(np.arange(self.images), self.draws, rng).tolist())
         draws = []
         for place, is_class_uniform in enumerate((rng.permutation(self.draws) < count).tolist()):
@@ -113,7 +113,7 @@ class ClassUniformMinibatches(_Minibatches):
                 draws.append(Draw(epoch, next(uniform), place))
         return draws
 
-    def _class_uniform(self, count: int, rng: np.random.Generator) -> list[tuple[int, int, tuple[int, int]]]:
+    def _class_uniform_draws(self, count: int, rng: np.random.Generator) -> list[tuple[int, int, tuple[int, int]]]:
         """`count` draws of (class, image, pixel)."""
         classes = _rounds(self.present, count, rng)
         images = np.empty(count, np.intp)

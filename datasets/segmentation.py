@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from datasets import channels as of_channels
 from datasets.class_table import ClassTable, UnknownIds
-from datasets.file_list import FileList, listed, readable
+from datasets.file_list import FileList, file_list_of, readable
 from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_label
 from datasets.stored import COLOURS, Stored, Unreadable, read
 
@@ -168,7 +168,7 @@ class SegmentationDataset(Dataset):
         with restorable():
             stored = self.stored_image(index)
             stored_label = self._stored_label(index)
-            decode = partial(of_channels.decode, stored, **self._as_read)
+            decode = partial(of_channels.decode, stored, **self._decoding_options)
             image = _undecoded(stored, restorable()(decode), self.turned, self.channels)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
@@ -181,7 +181,7 @@ class SegmentationDataset(Dataset):
         return dataset
 
     @property
-    def _as_read(self) -> dict[str, Any]:
+    def _decoding_options(self) -> dict[str, Any]:
         return {"turned": self.turned, "range16": self.range16, "channels": self.channels}
 
     def stored_image(self, index: int) -> Stored:
@@ -196,7 +196,7 @@ class SegmentationDataset(Dataset):
         if not self.has_files:
             return self[index].image
         with restorable():
-            return of_channels.decode(self.stored_image(index), **self._as_read)
+            return of_channels.decode(self.stored_image(index), **self._decoding_options)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
@@ -208,7 +208,7 @@ class SegmentationDataset(Dataset):
 
     def raw_label(self, index: int) -> np.ndarray:
         """Like `read_label`, but the values in the file."""
-        return self._decode_label(self._stored_label(index), self.table.checked)
+        return self._decode_label(self._stored_label(index), self.table.raw_ids)
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
@@ -252,7 +252,7 @@ class SegmentationDataset(Dataset):
 
     def names_and_sizes(self) -> tuple[str, str]:
         """Hexadecimal hashes of the files' names below the dataset's folder, and of their sizes."""
-        return self._listed().names_and_sizes()
+        return self._file_list().names_and_sizes()
 
     @property
     def numbering(self) -> str:
@@ -267,13 +267,13 @@ class SegmentationDataset(Dataset):
         is moved.
         """
         classes = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
-        return self._listed().fingerprint([version, self.name, self.split, *classes])
+        return self._file_list().fingerprint([version, self.name, self.split, *classes])
 
-    def _listed(self) -> FileList:
+    def _file_list(self) -> FileList:
         assert isinstance(self.files, FileTable)
         paths = [os.fsdecode(path) for path in self.files.rows[:, 1:].ravel().tolist() if path]
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
-        return listed(Path(top), paths)
+        return file_list_of(Path(top), paths)
 
 
 def _undecoded(
@@ -285,7 +285,7 @@ def _undecoded(
     return Undecoded(of_channels.size(file, turned, channels)[::-1], decode)
 
 
-def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
+def join_splits(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
     """Several splits of a dataset as one, in this order.
 
     ValueError if their labels number the classes differently, or their samples are not read from files.

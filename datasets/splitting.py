@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.file_list import composed, printable
-from datasets.folder import WITHHELD, LabelFiles, on_list, on_no_list, split_folders
+from datasets.folder import WITHHELD, LabelFiles, names_on_list, names_on_no_list, split_folders
 from datasets.layout import first_of
 
 _PIXEL_WEIGHT = 0.1  # beside 1 for the images that hold a class
@@ -43,9 +43,9 @@ def sources_of(
             raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
         if (root / name / folder.name).is_dir():
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
-    images = listable(root, labels)
+    images = listable_images(root, labels)
     unlabelled = {*labels.without}
-    withheld = on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
+    withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
     unprintable = [name for name in names if printable(name) != name]
     if unprintable:
@@ -65,7 +65,7 @@ def sources_of(
     return sources
 
 
-def listable(root: Path, labels: LabelFiles) -> dict[str, Path]:
+def listable_images(root: Path, labels: LabelFiles) -> dict[str, Path]:
     """{name: path} of the images in `root`/images, by the names that lists have."""
     folder = labels.folder
     paths = [path for path in (*labels.images.values(), *labels.without) if path is not None]
@@ -73,12 +73,12 @@ def listable(root: Path, labels: LabelFiles) -> dict[str, Path]:
     return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
 
 
-def unlisted(root: Path, labels: LabelFiles) -> list[str]:
+def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    images = listable(root, labels)
+    images = listable_images(root, labels)
     unlabelled = {*labels.without}
     labelled = {name: path for name, path in images.items() if path not in unlabelled}
-    names = on_no_list(root, root / WITHHELD, labelled)
+    names = names_on_no_list(root, root / WITHHELD, labelled)
     return names if len(names) < len(images) else []
 
 
@@ -89,11 +89,11 @@ def parts_of(
 
     ValueError: a list cannot be read, or two parts have images of one source of `sources`.
     """
-    images = listable(root, labels)
+    images = listable_images(root, labels)
     parts = dict[str, str]()
     first_of_source = dict[str, tuple[str, str]]()  # the part, and the image
     for stem, (part, holds_part) in lists.items():
-        for name in on_list(root, root / stem, images):
+        for name in names_on_list(root, root / stem, images):
             if not holds_part:
                 parts.setdefault(name, "")
                 continue
@@ -116,7 +116,7 @@ def sizes_of(count: int, shares: Sequence[float]) -> np.ndarray:
     return sizes
 
 
-def spread(
+def divide_images(
     pixels: np.ndarray,
     sources: Sequence[str],
     shares: Sequence[float],
@@ -154,16 +154,16 @@ def spread(
     np.minimum.at(rarity, source, np.where(pixels > 0, holding, np.inf).min(axis=1))
     order = np.random.default_rng(seed).permutation(np.flatnonzero(parts < 0))
     order = order[np.lexsort((rarity[order], -image_counts[order]))]
-    parts[order] = _deal(rows, image_counts, order, parts, sizes_of(len(pixels), shares))
+    parts[order] = _deal_sources(rows, image_counts, order, parts, sizes_of(len(pixels), shares))
     return parts[source]
 
 
-def _deal(
+def _deal_sources(
     rows: np.ndarray, image_counts: np.ndarray, order: np.ndarray, parts: np.ndarray, sizes: np.ndarray
 ) -> list[int]:
     """The part of each source in `order`, by beam search; `parts` of the other sources, else -1, stay.
 
-    `rows`, `image_counts`: of each source, see `spread`. `sizes`: how many images each part should get.
+    `rows`, `image_counts`: of each source, see `divide_images`. `sizes`: how many images each part should get.
     """
     shares = sizes / sizes.sum()
     members = [parts == part for part in range(len(sizes))]
@@ -201,7 +201,7 @@ def _deal(
 
 
 def _parts_of_best(steps: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[int]:
-    """The part of each source in the first of the last divisions, which is the best. `steps`: see `_deal`."""
+    """The part of each source in the first of the last divisions, which is the best. `steps`: see `_deal_sources`."""
     division = 0
     parts = []
     for previous, part in reversed(steps):
@@ -210,7 +210,7 @@ def _parts_of_best(steps: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[int]:
     return parts[::-1]
 
 
-def prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]]:
+def source_prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]]:
     """The shortest beginning of the names before one of their numbers that may be the images' source.
 
     That is, if every name has this number, and there are enough sources: 2 per part to half as many as names. A shorter

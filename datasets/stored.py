@@ -12,7 +12,7 @@ import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
-from datasets.file_list import readable, unfit
+from datasets.file_list import readable, why_unfit
 
 MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `datasets.channels`
@@ -114,7 +114,7 @@ class Stored:
     @cached_property
     def array_header(self) -> ArrayHeader:
         """The header of an array. ValueError: the file holds no image, or ends early."""
-        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.opened() as stream:
+        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.open_stream() as stream:
             version = np.lib.format.read_magic(stream)
             read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, by_columns, dtype = read_header[version](stream)
@@ -129,8 +129,8 @@ class Stored:
             raise ValueError(f"{self.path}: is an array {shape} of {dtype}; expected {EXPECTED_ARRAY}.")
         return ArrayHeader((height, width, channels), dtype, by_columns, start)
 
-    def opened(self) -> BinaryIO:
-        """The stream of an array's bytes."""
+    def open_stream(self) -> BinaryIO:
+        """The stream of an array's bytes, at its beginning."""
         return BytesIO(self.data) if self.unread_array is None else open(self.unread_array, "rb")
 
     @cached_property
@@ -199,6 +199,10 @@ class Stored:
             check_area(width, height)
         return (height, width) if turned and self.orientation in SWAPS_SIDES else (width, height)
 
+    def check_area(self) -> None:
+        """Refuse too many pixels before they are inflated: the errors of `size`."""
+        self.size()
+
 
 def read(path: Path, photograph: bool = False, channels: int = COLOURS) -> Stored:
     """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG.
@@ -206,7 +210,7 @@ def read(path: Path, photograph: bool = False, channels: int = COLOURS) -> Store
     Also unless it is a regular file of at most 4 GiB: a pipe would be waited for, and a device may never end.
     Of arrays of other than three `channels` only what is used is read, when it is.
     """
-    why = unfit(path)
+    why = why_unfit(path)
     if why is not None:
         raise Unreadable(f"{readable(path)}: {why}.")
     if channels != COLOURS and path.suffix.lower() == ARRAY_SUFFIX:
@@ -216,7 +220,7 @@ def read(path: Path, photograph: bool = False, channels: int = COLOURS) -> Store
     except OSError as error:
         why = f"cannot be read ({error.strerror or error}); expected a readable file"
         raise Unreadable(f"{readable(path)}: {why}.") from None
-    return complete(path, data, photograph)
+    return complete_file(path, data, photograph)
 
 
 def _unread_array(path: Path) -> Stored:
@@ -231,7 +235,7 @@ def _unread_array(path: Path) -> Stored:
     return Stored(Path(readable(path)), mark, unread_array=path)
 
 
-def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
+def complete_file(path: Path, data: bytes, photograph: bool = False) -> Stored:
     """A file whose bytes have been read. Unreadable as in `read`: decoders would fill missing parts without a word.
 
     A PNG is complete if all its chunks have the right checksums, a JPEG if it has its end mark.

@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from datasets.cache import alone_in, needed_cache
+from datasets.cache import alone_in, require_cache_folder
 from datasets.cityscapes import cityscapes
 from datasets.class_list import CLASSES
 from datasets.row import Row
@@ -47,7 +47,7 @@ def synthetic(
     if root:
         folder = Path(os.path.expanduser(root))
     else:
-        cache = needed_cache("the synthetic dataset", "give data.root=DIR, a new folder")
+        cache = require_cache_folder("the synthetic dataset", "give data.root=DIR, a new folder")
         folder = cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
     is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:

@@ -71,7 +71,7 @@ class TrainingTransform:
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
             y, x = pixel
-            row, column = map(at_scale, pixel, (height, width), scaled_size)
+            row, column = map(scaled_pixel, pixel, (height, width), scaled_size)
             if label[y : y + 1, x : x + 1] != class_id:
                 raise LookupError(f"its label has another class than {class_id} there")
             label_crop[row - offset[0], column - offset[1]] = class_id
@@ -93,7 +93,7 @@ class TrainingTransform:
         """Draw the scaled size (H, W) of an image of `size`, the crop's offset (top, left) in it, and the flip."""
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
-        scaled_size = scaled(size, scale * base_scale(size, self.base_size))
+        scaled_size = scale_size(size, scale * base_scale(size, self.base_size))
         top, left = (
             int(rng.integers(*_offsets(*axis)))
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
@@ -138,12 +138,12 @@ def _scaled_sides(
     return height * factors, width * factors, images
 
 
-def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
+def scale_size(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded; at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def at_scale(pixel: int, original: int, size: int) -> int:
+def scaled_pixel(pixel: int, original: int, size: int) -> int:
     """Along one axis: the pixel of the scaled image that contains the centre of an original pixel."""
     return (2 * pixel + 1) * size // (2 * original)
 
@@ -152,7 +152,7 @@ def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[in
     """Along one axis: the half-open range of the crop's start. The crop lies inside the scaled image or contains it."""
     low, high = min(0, size - crop), max(0, size - crop)
     if pixel is not None:
-        place = at_scale(pixel, original, size)
+        place = scaled_pixel(pixel, original, size)
         low, high = max(low, place - crop + 1), min(high, place)
     return low, high + 1
 
@@ -190,16 +190,16 @@ def scale_and_crop(
         size = pixels.shape[1] // cols.block, pixels.shape[0] // rows.block
         pixels = _with_channels(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
-    warped = _warped(pixels, matrix, (cols.last - cols.first, rows.last - rows.first))
+    warped = _warp(pixels, matrix, (cols.last - cols.first, rows.last - rows.first))
     nearest = label[rows.needed, cols.needed][rows.nearest].take(cols.nearest, axis=1)
     borders = (rows.first, crop_size[0] - rows.last, cols.first, crop_size[1] - cols.last)
     if any(borders):
-        warped = _padded(warped, borders, fill)
+        warped = _pad(warped, borders, fill)
         nearest = cv2.copyMakeBorder(nearest, *borders, cv2.BORDER_CONSTANT, value=(IGNORED,))
     return warped, nearest
 
 
-def _warped(pixels: np.ndarray, matrix: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def _warp(pixels: np.ndarray, matrix: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Interpolate pixels, uint8 (h, w, C), at the positions of `matrix`, to `size` (width, height).
 
     OpenCV interpolates four channels at a time in half the time of three, and other numbers less exactly.
@@ -219,7 +219,7 @@ def _warped(pixels: np.ndarray, matrix: np.ndarray, size: tuple[int, int]) -> np
     return np.ascontiguousarray(np.concatenate(parts, axis=2)[..., :channels])
 
 
-def _padded(pixels: np.ndarray, borders: tuple[int, int, int, int], fill: Sequence[float]) -> np.ndarray:
+def _pad(pixels: np.ndarray, borders: tuple[int, int, int, int], fill: Sequence[float]) -> np.ndarray:
     """Pixels (h, w, C) with borders (top, bottom, left, right) of the colour `fill`."""
     if len(fill) == 3:
         return cv2.copyMakeBorder(pixels, *borders, cv2.BORDER_CONSTANT, value=fill)

@@ -21,14 +21,15 @@ from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
-from datasets.levels import Use, doubts_of_levels, is_decoded, used
+from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
 from datasets.reading import label_palette
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.stored import COLOURS, Stored, read
-from datasets.workers import Progress, in_order
+from datasets.workers import Progress, map_in_order
 
 _CHECKS = 11  # increment when the checks change: all data is then checked again
 _SHOWN = 5
+_UNREADABLE = "unreadable image"  # a kind of `Problem`
 _REMEMBERED = ("values", "holding", "conflict", "digests", "used", "sizes", "remarks")  # fields of `Inspection`
 
 Split = SegmentationDataset | ClassificationDataset
@@ -106,26 +107,31 @@ def verify(
         key = dataset.fingerprint([_CHECKS, [*dataset.range16], dataset.palette_fix, dataset.channels])
     changes_unseen = isinstance(dataset, SegmentationDataset) and not dataset.has_files
     folder = None if changes_unseen else cache_folder()
-    remembered = (folder or Path(os.devnull)) / "verified" / key  # which can be neither read nor written
-    inspection = None
-    split = f"{dataset.name}, split {dataset.split!r}"
-    with suppress(OSError, ValueError, TypeError):
-        inspection = Inspection(dataset, (), *json.loads(remembered.read_text()))
+    success_file = (folder or Path(os.devnull)) / "verified" / key  # below /dev/null, none is read or written
+    inspection = _remembered_inspection(dataset, success_file)
+    title = f"{dataset.name}, split {dataset.split!r}"
     if inspection is None:
         inspection = inspect(dataset, workers, progress, decode=False)
         problems = inspection.problems
         if problems:
             lines = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
-            raise ValueError(f"{split}: {len(problems)} problem(s) in {len(dataset)} images:\n{lines}")
+            raise ValueError(f"{title}: {len(problems)} problem(s) in {len(dataset)} images:\n{lines}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(json.dumps([getattr(inspection, name) for name in _REMEMBERED]))
+            success_file.parent.mkdir(parents=True, exist_ok=True)
+            success_file.write_text(json.dumps([getattr(inspection, name) for name in _REMEMBERED]))
     dataset.digests = np.array(inspection.digests, np.uint64)
     dataset.sizes = inspection.sizes
     if any(inspection.values) and not any(inspection.by_class[:IGNORED]):
         reasons = ". ".join(inspection.doubts("image"))
-        raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {reasons}")
+        raise ValueError(f"{title}: no pixel has a class, so nothing can be learnt or scored: {reasons}")
     return inspection.doubts(images, keys)
+
+
+def _remembered_inspection(dataset: Split, file: Path) -> Inspection | None:
+    try:
+        return Inspection(dataset, (), *json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def digest(content: Any) -> int:
@@ -174,7 +180,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     files; other images only with `decode`, else they are read, and only some decoded. PNG files
     have checksums, so any damage is found. JPEG files have none: decoders fill damaged parts with other pixels, so only
     a damaged header or a missing end is found.
-    `workers`: see `in_order`.
+    `workers`: see `map_in_order`.
     """
     problems = list[Problem]()
     digests = list[int]()
@@ -203,17 +209,28 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     if isinstance(dataset, ClassificationDataset):
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
         return Inspection(dataset, tuple(problems), [], images, None, digests, uses, (), [*notes_as_remarks(notes)])
-    if palettes.conflict is not None and dataset.palette_fix is not None:
+    palette_problems, palette_remarks = _compare_palettes(dataset, palettes)
+    problems += palette_problems
+    remarks = [*notes_as_remarks(notes, dataset.channels_key), *palette_remarks]
+    of_labels = values.tolist(), holding.tolist(), palettes.conflict
+    size_counts = [(*size, images) for size, images in sizes.items()]
+    return Inspection(dataset, tuple(problems), *of_labels, digests, uses, size_counts, remarks)
+
+
+def _compare_palettes(dataset: SegmentationDataset, palettes: Palettes) -> tuple[list[Problem], list[str]]:
+    """Problems and remarks on the palettes of all labels."""
+    remarks = palettes.swap_remarks(dataset.table.label_colours)
+    if dataset.palette_fix is None:
+        return [], remarks
+    problems = []
+    if palettes.conflict is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    remarks = [*notes_as_remarks(notes, dataset.channels_key), *palettes.swapped(dataset.table.label_colours)]
-    about_grays = "" if dataset.palette_fix is None else palettes.about_grays(dataset.table)
+    about_grays = palettes.about_grays(dataset.table)
     if about_grays and palettes.grays_fit(dataset.table):
         problems.append(Problem("gray palettes", f"{about_grays}. {dataset.palette_fix}"))
     elif about_grays:
         remarks.append(about_grays)
-    of_labels = values.tolist(), holding.tolist(), palettes.conflict
-    size_counts = [(*size, images) for size, images in sizes.items()]
-    return Inspection(dataset, tuple(problems), *of_labels, digests, uses, size_counts, remarks)
+    return problems, remarks
 
 
 def notes_as_remarks(notes: Mapping[str, Mapping[str, int]], key: str | None = None) -> Iterator[str]:
@@ -255,7 +272,7 @@ def map_images(dataset: Split, look: Callable[[int], Any], workers: int | None, 
     """`look(index)` for every image. TimeoutError names the image that, with its label, was not read in time."""
     done = 0
     try:
-        for done, answer in enumerate(in_order(look, range(len(dataset)), workers), start=1):
+        for done, answer in enumerate(map_in_order(look, range(len(dataset)), workers), start=1):
             yield answer
             if progress is not None:
                 progress(done, len(dataset))
@@ -267,6 +284,7 @@ def map_images(dataset: Split, look: Callable[[int], Any], workers: int | None, 
 class _Seen:
     """What `_look_at` has found in an image and its label."""
 
+    path: Path  # of the image
     problems: list[Problem] = field(default_factory=list)
     digest: int = 0  # of the image file
     used: Use | None = None
@@ -275,58 +293,68 @@ class _Seen:
     pixels: np.ndarray | None = None  # of each raw value of the label, int64 (256,)
     palette: Any = None  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
 
+    def attempt(self, kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function(*arguments)`; None if it raised: the problem is noted, of this `kind` by default."""
+        try:
+            return function(*arguments)
+        except ValueError as error:
+            self.problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
+        except Exception as error:  # it must not stop the check of the other files
+            message = f"{readable(self.path)}: {type(error).__name__}: {error}"
+            self.problems.append(Problem("unexpected error", message))
+        return None
+
 
 def _look_at(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
-    seen = _Seen()
-    path = dataset.path(index)
-    channels = dataset.channels
-
-    def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return read(*arguments)
-        except ValueError as error:
-            seen.problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
-        except Exception as error:  # it must not stop the check of the other files
-            seen.problems.append(Problem("unexpected error", f"{readable(path)}: {type(error).__name__}: {error}"))
-        return None
-
+    seen = _Seen(dataset.path(index))
     if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
-        attempted("unreadable image", _look_at_sample, dataset, index, seen)
+        seen.attempt(_UNREADABLE, _look_at_sample, dataset, index, seen)
         return seen
-    file = attempted("unreadable image", restorable()(read), path, dataset.turned, channels)
+    file = seen.attempt(_UNREADABLE, restorable()(read), seen.path, dataset.turned, dataset.channels)
     if file is not None:
-        content = attempted("unreadable image", path.read_bytes) if file.format == "array" else file.data
-        seen.digest = digest(content) if content else 0
-        pages = of_channels.pages_if_one_is_read(file, channels)
-        if pages > 1:
-            seen.notes["pages"] = pages
-        every_pixel = decode or isinstance(dataset, ClassificationDataset)
-        seen.size = attempted("unreadable image", restorable()(_size), file, dataset.turned, every_pixel, channels)
+        _look_at_image(dataset, decode, index, file, seen)
+    if isinstance(dataset, SegmentationDataset):
+        _look_at_label(dataset, index, file, seen)
+    return seen
+
+
+def _look_at_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _Seen) -> None:
+    channels = dataset.channels
+    content = seen.attempt(_UNREADABLE, seen.path.read_bytes) if file.format == "array" else file.data
+    seen.digest = digest(content) if content else 0
+    page_count = of_channels.pages_if_one_is_read(file, channels)
+    if page_count > 1:
+        seen.notes["pages"] = page_count
+    every_pixel = decode or isinstance(dataset, ClassificationDataset)
+    seen.size = seen.attempt(_UNREADABLE, restorable()(_image_size), file, dataset.turned, every_pixel, channels)
     is_sample = is_decoded(index, len(dataset))
-    if seen.size is not None and (decode or is_sample):
-        seen.used = attempted("unreadable image", used, file, dataset.turned, channels, dataset.range16, is_sample)
-        may_have_further = dataset.channels_key is not None and channels == COLOURS and "pages" not in seen.notes
-        further_channels = of_channels.further_channels(file) if may_have_further else 0
-        if further_channels:
-            seen.notes["channels"] = further_channels
-    if isinstance(dataset, ClassificationDataset):
-        return seen
+    if seen.size is None or not (decode or is_sample):
+        return
+    seen.used = seen.attempt(_UNREADABLE, use_of, file, dataset.turned, channels, dataset.range16, is_sample)
+    if dataset.channels_key is not None and channels == COLOURS and page_count == 1:
+        channel_count = of_channels.further_channels(file)
+        if channel_count:
+            seen.notes["channels"] = channel_count
+
+
+def _look_at_label(dataset: SegmentationDataset, index: int, file: Stored | None, seen: _Seen) -> None:
+    """`file`: the image's, whose size is compared; None if it cannot be read."""
     entry = dataset.files[index]
-    label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
+    label = None if entry.label is None else seen.attempt("unreadable label", dataset.raw_label, index)
     if entry.label is None or label is None:
-        return seen
+        return
     seen.pixels = np.bincount(label.reshape(-1), minlength=256)
     if dataset.palette_fix or dataset.table.label_palette:
         colours = label_palette(read(entry.label, photograph=dataset.turned))
         ids = np.flatnonzero(seen.pixels).tolist()
         seen.palette = entry.label, {number: colours[number] for number in ids if number in colours}
-    if seen.size is not None:
-        attempted("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
-        width, height = seen.size
-        if dataset.turned and file.orientation in range(2, 9 if width == height else 5):
-            seen.notes["turned"] = 1  # and its size does not say whether its label is, too
-    return seen
+    if file is None or seen.size is None:
+        return
+    seen.attempt("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
+    width, height = seen.size
+    if dataset.turned and file.orientation in range(2, 9 if width == height else 5):
+        seen.notes["turned"] = 1  # and its size does not say whether its label is, too
 
 
 def _look_at_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
@@ -340,7 +368,7 @@ def _look_at_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> No
         dataset.check_size(dataset.files[index], seen.size, label.shape[::-1])
 
 
-def _size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
+def _image_size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
     """(width, height) of an image. `decode`: decode all its pixels, not only its header.
 
     An RGB image that is read as one channel is always decoded, because its three channels have to be equal.

@@ -206,7 +206,7 @@ def _messages(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-def in_order(look: Callable[[int], Any], indices: Sequence[int], workers: int | None = None) -> Loader:
+def map_in_order(look: Callable[[int], Any], indices: Sequence[int], workers: int | None = None) -> Loader:
     """Yield `look(index)` for each of `indices`, in order and unchanged, computed by `workers` processes.
 
     The default is one process per core; 0 computes in this process.

@@ -25,7 +25,7 @@ from rich.console import Console
 from datasets import ClassificationDataset, SegmentationDataset, minibatches_per_epoch, reading_errors
 from datasets.channels import picture
 from datasets.file_list import printable
-from datasets.levels import measured
+from datasets.levels import mean_and_deviation
 from engine import assemble
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console
@@ -88,7 +88,7 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
         with counted(console, "indexing the classes") as progress:
             index = assemble.class_index(config, dataset, World(), progress)
         if config.data.is_measured:
-            config.data.mean, config.data.std = measured(dataset)
+            config.data.mean, config.data.std = mean_and_deviation(dataset)
         loader = assemble.training_loader(config, dataset, steps, World(), start_step, index)
     for minibatch in loader:
         for name, image, label in zip(minibatch["name"], minibatch["image"], minibatch["label"].numpy(), strict=True):

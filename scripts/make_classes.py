@@ -35,19 +35,19 @@ from rich.console import Console
 
 from datasets import channels as of_channels
 from datasets import reading_errors
-from datasets.class_list import CLASSES, TRAINED, alike
+from datasets.class_list import CLASSES, TRAINED, lookalikes
 from datasets.class_table import Palettes, ranges
 from datasets.file_list import readable
 from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, palette_fix
 from datasets.label_names import LabelNames
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
-from datasets.levels import Use, doubts_of_levels, is_decoded, used
+from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
 from datasets.reading import decode_mask, label_palette
 from datasets.segmentation import restorable
-from datasets.splitting import parts_of, prefixes, sources_of, spread, unlisted
+from datasets.splitting import divide_images, parts_of, source_prefixes, sources_of, unlisted_names
 from datasets.stored import read
 from datasets.verify import map_images
-from datasets.workers import in_order
+from datasets.workers import map_in_order
 from engine import assemble
 from engine.assemble.contracts import builder
 from engine.configuration.command_line import configured
@@ -172,7 +172,7 @@ def make_classes(config: MakeClasses) -> Path:
         write_lists(config, root, sources, listed, console)
     elif config.add:
         console.print("every labelled image that may be on these lists is there: they stay as they are")
-    images = unlisted(root, labels) if config.add else []
+    images = unlisted_names(root, labels) if config.add else []
     if images:
         reason = f"{WITHHELD}.txt, which never grows, has images of their source"
         console.print(
@@ -219,7 +219,8 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     ]
     void = [] if config.ignored is None else [config.ignored]
     notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.without, labels.alone)))
-    notes += [*about_unlisted(unlisted(file.parent, labels)), *filter(None, [label_counts.palettes.about_grays()])]
+    notes += about_unlisted(unlisted_names(file.parent, labels))
+    notes += filter(None, [label_counts.palettes.about_grays()])
     notes += settle_kind(label_counts, void, config.gray)
     if len(label_counts.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(label_counts.pixels))}; expected one kind")
@@ -257,7 +258,7 @@ def write_lists(
     classes, pixels = pixels_by_class(config, root, names, console)
     numbers = {part: number for number, part in enumerate(parts)}
     old_parts = np.array([numbers.get(listed.get(name, ""), -1) for name in names])
-    part_of = spread(pixels, [sources[name] for name in names], [*parts.values()], config.seed, old_parts)
+    part_of = divide_images(pixels, [sources[name] for name in names], [*parts.values()], config.seed, old_parts)
     in_part = {part: part_of == number for number, part in enumerate(parts)}
     test_list = root / f"{WITHHELD}.txt"
     if os.path.lexists(test_list):
@@ -271,7 +272,7 @@ def write_lists(
         rows.append([name, *cells])
     of_folds = ", in val.txt of each fold" if config.folds is not None else ""
     console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
-    group, beginnings = prefixes(names, len(parts))
+    group, beginnings = source_prefixes(names, len(parts))
     if config.group is None and not config.add and group:
         advice = f"remove the lists and add 'group={group}', which keeps them together"
         same = f"{len(beginnings)} beginnings before a number, such as {readable(min(beginnings))}"
@@ -316,7 +317,7 @@ def read_labels(config: MakeClasses, images: Mapping[Path, Path | None], console
 
     timeout = config.data.timeout_seconds
     with reading_errors(timeout, keys="data.", workers_key="workers"), progress_bar(console) as progress:
-        read_contents = in_order(content_of, range(len(pairs)), config.workers)
+        read_contents = map_in_order(content_of, range(len(pairs)), config.workers)
         for (label, _), content in zip(tracked(progress, pairs, "reading labels"), read_contents, strict=True):
             counts.pixels[content.kind].update(content.pixels)
             counts.labels[content.kind].update(content.pixels.keys())
@@ -381,7 +382,7 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
     share = sum(left_out.values()) / pixels.total()
     if share > 0.5:
         yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
-    similar = sorted(alike({number: colour for number, colour in ids.items() if colour}))
+    similar = sorted(lookalikes({number: colour for number, colour in ids.items() if colour}))
     if similar:
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
 
@@ -426,7 +427,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
             image_size = of_channels.size(stored, True, channels)
             if image_size != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"
-            levels_use = used(stored, turned=True, channels=channels, shallow=shallow)
+            levels_use = use_of(stored, turned=True, channels=channels, shallow=shallow)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}

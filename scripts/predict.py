@@ -26,11 +26,11 @@ from typing import TypeVar
 import numpy as np
 
 from datasets import channels as of_channels
-from datasets.file_list import files_in, unfit
+from datasets.file_list import files_in, why_unfit
 from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import RARE, first_of, read_json
-from datasets.levels import Use, doubts_of_levels, used
+from datasets.levels import Use, doubts_of_levels, use_of
 from datasets.reading import Range16
 from datasets.stored import ARRAY_SUFFIX, COLOURS, read
 from datasets.verify import notes_as_remarks
@@ -152,7 +152,7 @@ class Findings:
             if stored.is_png_or_jpeg:
                 stored.size()
             image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
-            self.levels += filter(None, [used(stored, True, network.channels, network.range16)])
+            self.levels += filter(None, [use_of(stored, True, network.channels, network.range16)])
         except (ValueError, MemoryError) as error:
             self.put_aside(file, error)
             return None
@@ -244,7 +244,7 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     if source.is_file():
         return {short_name(source.stem): source}
     if source.exists() and not source.is_dir():
-        raise ValueError(f"input={source} {unfit(source)}")
+        raise ValueError(f"input={source} {why_unfit(source)}")
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
@@ -253,8 +253,8 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     image_files = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
     stems = {path.with_suffix("") for path in image_files}  # a .npy file beside an image of three channels is none
     image_files += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
-    images = sorted(path for path in image_files if unfit(path) is None)
-    label_files = {source / path for path in labels.among([path.relative_to(source) for path in images])}
+    images = sorted(path for path in image_files if why_unfit(path) is None)
+    label_files = {source / path for path in labels.labels_among([path.relative_to(source) for path in images])}
     skipped_files = {
         "without an image's suffix": {*files} - {*image_files},
         "that are no regular files of at most 4 GiB": {*image_files} - {*images},

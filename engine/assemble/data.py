@@ -19,7 +19,7 @@ from datasets.class_list import CLASSES
 from datasets.folder import IN_FOLD
 from datasets.row import Row
 from datasets.samplers import minibatches_per_epoch
-from datasets.segmentation import joined
+from datasets.segmentation import join_splits
 from datasets.stream import Draws
 from datasets.workers import Loader
 from engine.assemble.contracts import builder, imported, own_keys
@@ -56,7 +56,7 @@ def dataset(
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(open_split(config.root, split=name, **options))
-    dataset = joined(parts)
+    dataset = join_splits(parts)
     dataset.range16 = config.range16
     return dataset
 
@@ -174,7 +174,7 @@ def class_index(
     with world.first_goes_ahead() as first:
         index = read() if first else None
     index = read() if index is None else index  # built again if machines do not share the folder
-    absent = index.absent()
+    absent = index.absent_classes()
     if is_drawn and absent and world.first:
         logger.warning(
             f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "

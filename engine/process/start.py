@@ -52,13 +52,13 @@ def compiler_cache() -> Path:
     It is in the user's cache. Where there is none that code can be written to and run from, it lasts until this
     process ends.
     """
-    from datasets.cache import cache_folder, private  # slow, so after `_print_error` is in place
+    from datasets.cache import cache_folder, make_private  # slow, so after `_print_error` is in place
 
     with suppress(OSError):
         cache = cache_folder()
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
-            folder = private(cache / "compiled")
+            folder = make_private(cache / "compiled")
             if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
                 return folder
     folder = Path(tempfile.mkdtemp(prefix="compiled-"))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets.transforms import base_scale, scaled
+from datasets.transforms import base_scale, scale_size
 from engine.process.allocations import memory_errors
 from models.forward import Forward
 from models.segmentation import EXACT, STRETCHED, SegmentationNetwork, upsampled
@@ -43,7 +43,7 @@ class Views:
 
     def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
-        return scaled(own_size, scale * base_scale(own_size, self.base_size))
+        return scale_size(own_size, scale * base_scale(own_size, self.base_size))
 
     def is_single_pass(self, size: tuple[int, int]) -> bool:
         """Whether an image of (H, W) pixels takes a single forward pass."""

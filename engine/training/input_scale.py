@@ -45,7 +45,7 @@ def _images(dataset: SegmentationDataset | ClassificationDataset, side: int) -> 
     """Centres of a few images of a split, of one size, (n, 3, h, w) in levels of 0 to 255."""
     numbers = np.unique(np.linspace(0, len(dataset) - 1, _IMAGES).astype(int))
     if isinstance(dataset, ClassificationDataset) and dataset.pixels is not None:
-        return torch.from_numpy(dataset.in_memory(numbers))
+        return torch.from_numpy(dataset.pixels_of(numbers))
     read = dataset.read_image if isinstance(dataset, SegmentationDataset) else dataset.image
     images = [read(int(number)) for number in numbers]
     height, width = (min(side, *sides) for sides in zip(*(image.shape[:2] for image in images), strict=True))

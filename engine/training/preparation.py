@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from datasets import reading_errors, verify
-from datasets.levels import measured
+from datasets.levels import mean_and_deviation
 from engine.assemble.contracts import check_choices, parts_named
 from engine.assemble.data import shortfalls
 from engine.assemble.network import arithmetic
@@ -162,7 +162,7 @@ def _normalisation(run: Run) -> Normalisation:
     normalisation = normalisation_of(run.config.init, data.channels)
     if normalisation is None:
         with counted(run.console, "measuring the channels") as progress:
-            normalisation = Normalisation(*map(tuple, measured(run.train_set, progress)))
+            normalisation = Normalisation(*map(tuple, mean_and_deviation(run.train_set, progress)))
         logger.info(f"data.channels={data.channels}: measured mean {[*normalisation.mean]}, std {[*normalisation.std]}")
     return Normalisation(tuple(data.mean or normalisation.mean), tuple(data.std or normalisation.std))
 

@@ -17,7 +17,7 @@ from PIL import Image
 from datasets import TrainingCrops, TrainingTransform
 from datasets.channels import decode, further_channels, picture, size
 from datasets.folder import folder
-from datasets.levels import measured, used
+from datasets.levels import mean_and_deviation, use_of
 from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
 from datasets.stored import read as read_file
 from datasets.verify import inspect, verify
@@ -79,7 +79,7 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
         assert read(WINDOW).flags.c_contiguous
     file = read_file(path, True, channels)
     assert size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
-    assert (used(file, True, channels) is None) == (dtype == np.uint8)
+    assert (use_of(file, True, channels) is None) == (dtype == np.uint8)
 
 
 def compressed(pixels: np.ndarray, order: str, predictor: bool, tile: bool) -> bytes:
@@ -297,7 +297,7 @@ def test_a_split_is_checked_and_its_channels_are_measured(dtype, tmp_path):
     dataset = folder(dataset_folder(tmp_path / "data", ".npy", 5, dtype), "train", channels=5)
     assert verify(dataset) == [] == verify(dataset) and inspect(dataset, 0).problems == ()
     images = np.stack([dataset[number].image for number in range(len(dataset))]) / 255
-    mean, std = measured(dataset)
+    mean, std = mean_and_deviation(dataset)
     assert np.allclose(mean, images.mean(axis=(0, 1, 2)), atol=1e-4)
     assert np.allclose(std, images.std(axis=(0, 1, 2)), atol=1e-4)
     of_four = folder(tmp_path / "data", "train", channels=4)

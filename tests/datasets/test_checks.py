@@ -28,7 +28,7 @@ from datasets import (
     shared_images,
     verify,
 )
-from datasets.file_list import listed
+from datasets.file_list import file_list_of
 from tests import trees
 from tests.datasets import classification_trees
 
@@ -220,7 +220,7 @@ def test_copies_of_training_images_are_counted_by_their_bytes(tmp_path, monkeypa
             assert shared_images(train, val) == 1 and shared_images(sorted_train, sorted_val) == 1
     pixels, named = np.random.default_rng(0).integers(0, 256, (5, 3, 32, 32), np.uint8), np.array([*"abc"])
     parts = (pixels[:3], pixels[2:])  # in memory
-    one_file = listed(root, [root / "classes.json"])  # as for a zip file with both splits
+    one_file = file_list_of(root, [root / "classes.json"])  # as for a zip file with both splits
     small = [
         ClassificationDataset("small", split, ("a",), np.zeros(3), one_file, part, named)
         for split, part in zip(("train", "test"), parts, strict=True)
@@ -259,7 +259,7 @@ def test_a_file_that_blocks_its_reader_is_named(camvid_folders, monkeypatch):
     file = sorted((camvid_folders / "train" / "labels").iterdir())[3]
     file.unlink()
     os.mkfifo(file)
-    monkeypatch.setattr("datasets.stored.unfit", lambda path: None)  # as a file on a disk that hangs
+    monkeypatch.setattr("datasets.stored.why_unfit", lambda path: None)  # as a file on a disk that hangs
     named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
     seen, wait = [], _MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from datasets.class_names import by_number, check_names, check_order, two_orders
+from datasets.class_names import check_names, check_order, sort_by_number, two_orders
 
 TWO_ORDERS = {  # names in the order by number, and both orders as a message has them
     "numbers": ([*map(str, range(12))], "0, 1, 10, 11, 2, … as text, 0, 1, 2, 3, 4, … as numbers"),
@@ -19,7 +19,7 @@ ONE_ORDER = ([*"0123456789"], ["00", "01", "11"], ["n01440764", "n02119789"], ["
 @pytest.mark.parametrize("case", TWO_ORDERS)
 def test_numbers_in_names_give_a_second_order(case):
     names, shown = TWO_ORDERS[case]
-    assert by_number(sorted(names)) == names and two_orders(names).startswith(shown)
+    assert sort_by_number(sorted(names)) == names and two_orders(names).startswith(shown)
     with pytest.raises(ValueError, match=f"^FILE does not name its {len(names)} classes, .* Give order=text or "):
         check_order(sorted(names), "FILE", "order")
     check_order(sorted(names), "FILE", None)  # somebody chose
@@ -28,7 +28,7 @@ def test_numbers_in_names_give_a_second_order(case):
 
 @pytest.mark.parametrize("names", ONE_ORDER)
 def test_other_names_have_one_order(names):
-    assert two_orders(names) is None and by_number(names) == sorted(names)
+    assert two_orders(names) is None and sort_by_number(names) == sorted(names)
     check_order(sorted(names), "FILE", "order")
 
 

@@ -25,12 +25,12 @@ from datasets import (
     shared_images,
     verify,
 )
-from datasets.class_list import alike, distinguished, folder_classes
+from datasets.class_list import distinct_palette, folder_classes, lookalikes
 from datasets.file_list import class_folders
 from datasets.folder import folder_labels, folder_splits
 from datasets.label_names import LabelNames
 from datasets.reading import decode_image
-from datasets.segmentation import joined
+from datasets.segmentation import join_splits
 from datasets.splitting import sources_of
 from scripts.make_classes import make_classes
 from tests import trees
@@ -200,7 +200,7 @@ def test_a_split_given_as_the_folder_names_the_folder_above(root):
 
 def test_splits_that_are_joined_hold_all_images_of_each(root):
     parts = [folder(root, split) for split in ("train", "val")]
-    both_splits = joined(parts)
+    both_splits = join_splits(parts)
     assert both_splits.split == "train+val" and names(both_splits) == names(parts[0]) + names(parts[1])
     assert np.array_equal(both_splits[7].label, parts[1][1].label)
     counts = [index_classes(part, root / "index", workers=0).counts for part in (*parts, both_splits)]
@@ -211,12 +211,12 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
     splits = "boards/test boards/train boards/val other/test other/train other/val"
     assert folder_splits(above) == splits.split()
     assert not folder(above, "boards/test").has_labels
-    far = joined([folder(above, "boards/train"), folder(above, "other/val")])
+    far = join_splits([folder(above, "boards/train"), folder(above, "other/val")])
     assert names(far) == names(both_splits) and far.split == "boards/train+other/val"
     second_root = folder(second_root, "val")
     second_root.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
     with pytest.raises(ValueError, match="splits train and val of folder number the classes differently"):
-        joined([parts[0], second_root])
+        join_splits([parts[0], second_root])
 
 
 WRONG_CLASSES = {
@@ -354,7 +354,8 @@ def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
         "left out 4 files that are not read as images",  # beside another of the name, without a label, of other kinds
         "read 2 images with rare suffixes",
     ]
-    assert after.remarks[0].endswith("train/labels/b/without.png") and joined([after, after]).remarks == after.remarks
+    assert after.remarks[0].endswith("train/labels/b/without.png")
+    assert join_splits([after, after]).remarks == after.remarks
     assert {entry.image.name for entry in after.files} >= {"new.jp2", "z.ppm", image.name}
 
 
@@ -559,12 +560,12 @@ def test_files_whose_palettes_number_the_classes_differently_are_named(root):
     ],
 )
 def test_colours_are_told_apart_and_those_that_can_be_stay(colours):
-    shown = distinguished(dict(enumerate(colours)))
+    shown = distinct_palette(dict(enumerate(colours)))
     pairs = [(colour, shown_colour) for colour, shown_colour in zip(colours, shown, strict=True) if colour is not None]
     assert len(colours) == 254 or [colour for colour, shown_colour in pairs if colour == shown_colour] == [
         colour for colour, _ in pairs if colour not in ((0, 0, 0), (5, 5, 5))
     ]
-    assert len(shown) == len(colours) and not alike(dict(enumerate(shown)))
+    assert len(shown) == len(colours) and not lookalikes(dict(enumerate(shown)))
 
 
 @pytest.mark.parametrize("turn, square, is_counted", [(1, True, 0), (3, False, 2), (6, False, 0), (8, True, 2)])

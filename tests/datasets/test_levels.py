@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from datasets import folder, image_folder, verify
-from datasets.levels import doubts_of_levels, used
+from datasets.levels import doubts_of_levels, use_of
 from datasets.stored import read
 from tests import trees
 
@@ -108,7 +108,7 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
     np.save(tmp_path / "x.npy", values)
     file = read(tmp_path / "x.npy", True, 3)
     for range16 in ((1000, 3000), (1000, 3000) * 3):
-        uses = [used(file, True, 3, range16), used(file, True, 3, (0, 65_535))]
+        uses = [use_of(file, True, 3, range16), use_of(file, True, 3, (0, 65_535))]
         doubts = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]
         if share is None:
             assert doubts == [[], []]
@@ -117,5 +117,5 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
         for (sentence,) in doubts:
             assert sentence.startswith("16-bit images of val ") and outside in sentence
         advice = json.loads(re.search(r"give data\.range16=(\[.*\])$", doubts[0][0])[1])
-        assert not any(share_outside > 0.02 for share_outside in used(file, True, 3, advice).clipped)
+        assert not any(share_outside > 0.02 for share_outside in use_of(file, True, 3, advice).clipped)
         assert re.search(r": the training had .* alike, or train another network with range16=\[\d+,", doubts[1][0])

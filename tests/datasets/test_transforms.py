@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 
 from datasets import TrainingTransform
 from datasets.image_transforms import seeded
-from datasets.transforms import base_scale, padded_share, scale_and_crop, scaled
+from datasets.transforms import base_scale, padded_share, scale_and_crop, scale_size
 
 FILL, IGNORE = (10, 20, 30), 255
 
@@ -45,7 +45,7 @@ PLACES = {"place": st.tuples(st.floats(0, 1), st.floats(0, 1)), "seed": st.integ
 )
 def test_equals_resize_then_crop(size, scale, crop_size, place, seed):
     image, label = noise(size, seed)
-    scaled_size = scaled(size, scale)
+    scaled_size = scale_size(size, scale)
     offset = tuple(
         round(share * (whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
     )
@@ -79,7 +79,7 @@ def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndar
 def test_an_antialiased_crop_is_cut_out_of_the_whole_averaged_and_resized_image(size, step, crop_size, place, seed):
     """Blocks of 0.8 steps start at the image's first pixel, not at the crop's. Labels are not averaged."""
     image, label = noise(size, seed)
-    scaled_size = scaled(size, 1 / step)
+    scaled_size = scale_size(size, 1 / step)
     offset = tuple(
         round(share * max(0, whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
     )
@@ -189,7 +189,7 @@ def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, 
     pixel = tuple(round(share * (length - 1)) for share, length in zip(place, size, strict=True))
     transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size)
     image = np.zeros((*size, 3), np.uint8)
-    scaled_size = scaled(size, scale * base_scale(size, base_size))
+    scaled_size = scale_size(size, scale * base_scale(size, base_size))
     near = np.ones(crop_size, bool)
     for axis in (0, 1):
         coordinates = np.arange(size[axis], dtype=np.uint8)

@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from datasets import SegmentationDataset, Workers, reading_errors, worker_init
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.segmentation import Files
-from datasets.workers import Loader, in_order
+from datasets.workers import Loader, map_in_order
 from engine.process.stopping import ONE_REQUEST_SECONDS
 
 SIGNALS = tuple(ONE_REQUEST_SECONDS)
@@ -141,11 +141,11 @@ def square(index: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_gives_items_in_order_and_unchanged(workers, monkeypatch):
-    items = list(in_order(square, [3, 1, 2, 5, 4], workers))
+    items = list(map_in_order(square, [3, 1, 2, 5, 4], workers))
     assert [answer for answer, _ in items] == [9, 1, 4, 25, 16]
     assert len({process for _, process in items} - {os.getpid()}) == workers
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})  # a scheduler may grant one core of many
-    assert in_order(square, range(6)).num_workers == 1
+    assert map_in_order(square, range(6)).num_workers == 1
 
 
 def test_workers_may_open_as_many_files_as_the_system_permits():
@@ -252,5 +252,5 @@ def test_code_that_ends_its_worker_is_reported_at_once(capfd):
     """With status 0, nobody noticed until the time limit."""
     with pytest.raises(ChildProcessError, match="process that reads images died: .* exited unexpectedly"):
         with reading_errors(600):
-            list(in_order(lambda number: sys.exit(0), range(4), workers=2))
+            list(map_in_order(lambda number: sys.exit(0), range(4), workers=2))
     assert "sys.exit(0) ended a process that reads data" in capfd.readouterr().err

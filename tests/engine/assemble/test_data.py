@@ -23,7 +23,7 @@ def test_rank_0_makes_the_class_index_before_the_others_read_it(rank, monkeypatc
             yield self.first
             order.append("all are here")
 
-    index = SimpleNamespace(absent=lambda: [])
+    index = SimpleNamespace(absent_classes=lambda: [])
     monkeypatch.setattr(data, "index_classes", lambda *_, **__: order.append("read") or index)
     assert data.class_index(run_config("sampler=class_uniform"), None, World(), None) is index
     assert order == (["read", "all are here"] if rank == 0 else ["all are here", "read"])
@@ -32,7 +32,7 @@ def test_rank_0_makes_the_class_index_before_the_others_read_it(rank, monkeypatc
 def test_class_weights_take_the_index_from_the_folder_that_is_given(monkeypatch):
     """The message about a folder that cannot be written advises this key, whatever the sampler is."""
     calls = []
-    index = SimpleNamespace(absent=lambda: [])
+    index = SimpleNamespace(absent_classes=lambda: [])
     monkeypatch.setattr(data, "index_classes", lambda *to, folder_key, **_: calls.append((folder_key, *to)) or index)
     config = run_config("loss.class_weights=frequency", "sampler.folder=kept")
     assert config.sampler.name == "uniform"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-from datasets.transforms import scaled
+from datasets.transforms import scale_size
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.inference import Views, predict, windows_along
@@ -92,7 +92,7 @@ def test_antialiased_images_are_seen_as_pillow_resizes_them(size, base_size):
     for antialias in (True, False):
         predict(forward, images, Views(base_size, antialias))
         seen.append(network.seen[0] * 255)
-    height, width = scaled(size, base_size / max(size))
+    height, width = scale_size(size, base_size / max(size))
     pillow = Image.fromarray(images[0].permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BILINEAR)
     assert (seen[0] - torch.tensor(np.array(pillow)).permute(2, 0, 1)).abs().max() <= 1.01
     difference = (seen[0] - seen[1]).abs().max()
@@ -226,11 +226,12 @@ def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window
 
     normalised = (images / 255 - 0.5) / 0.25
     factor = 1 if base_size is None else base_size / 110
-    size = scaled((77, 110), factor)
+    size = scale_size((77, 110), factor)
     probabilities = []
     with torch.inference_mode():
         for scale in scales:
-            seen = F.interpolate(normalised, scaled((77, 110), scale * factor), mode="bilinear", antialias=antialias)
+            seen_size = scale_size((77, 110), scale * factor)
+            seen = F.interpolate(normalised, seen_size, mode="bilinear", antialias=antialias)
             probabilities.append(upsampled(network, seen, size, upsampling).softmax(1))
             if flip:
                 mirrored = upsampled(network, seen.flip(3), size, upsampling).flip(3)
