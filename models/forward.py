@@ -48,6 +48,6 @@ class Forward:
         if unscored:
             raise FloatingPointError(f"{unscored:,} of {total:,} {noun} have no finite score; {self.overflow_advice}")
 
-    def through(self, network: nn.Module) -> "Forward":
-        """A copy with another network."""
+    def with_network(self, network: nn.Module) -> "Forward":
+        """A copy of this for another network."""
         return replace(self, network=network)

@@ -1,7 +1,6 @@
 """Weight initialisation for training from scratch, as in the releases of in-place ABN and RevNet."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -19,7 +18,8 @@ def initialise(network: nn.Module) -> None:
     The gain does not depend on the activation, because almost every convolution feeds a norm, which removes the scale.
     Random numbers come from torch's global generator, so a seed fixes the weights.
     """
-    for module in _without_biases(network):
+    for module in _convolutions_and_linear(network):
+        _zero_bias(module)
         if isinstance(module, nn.Conv2d):
             nn.init.xavier_normal_(module.weight, math.sqrt(2 / (1 + 0.01**2)))
         else:
@@ -32,7 +32,8 @@ def initialise_truncated(network: nn.Module) -> None:
     Convolutions: normal with var = 2 / (kernel area * output channels), truncated at two standard deviations. Linear
     layers: uniform with var = 1 / fan_in. Biases: 0. Random numbers come from torch's global generator.
     """
-    for module in _without_biases(network):
+    for module in _convolutions_and_linear(network):
+        _zero_bias(module)
         if isinstance(module, nn.Conv2d):
             std = math.sqrt(2 / (module.kernel_size[0] * module.kernel_size[1] * module.out_channels))
             # By the inverse distribution function: torch's own version redraws outliers, so it must read values.
@@ -44,10 +45,10 @@ def initialise_truncated(network: nn.Module) -> None:
             nn.init.uniform_(module.weight, -bound, bound)
 
 
-def _without_biases(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
-    """The convolutions and linear layers, with their biases set to 0."""
-    for module in network.modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-            yield module
+def _convolutions_and_linear(network: nn.Module) -> list[nn.Conv2d | nn.Linear]:
+    return [module for module in network.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+
+
+def _zero_bias(module: nn.Conv2d | nn.Linear) -> None:
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -87,15 +87,14 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str, ends: Sequenc
     """
     tensors: Tensors = (x,)
     del x  # to free it after its last use
-    checkpoints = recompute != "none" and torch.is_grad_enabled()
+    run = _run_checkpointed if recompute != "none" and torch.is_grad_enabled() else _run
     length = round(math.sqrt(len(blocks))) or 1 if recompute == "sqrt" else 1
     begin = 0
     results = []
     versions = []
     for end in [len(blocks)] if ends is None else ends:
         for start in range(begin, end, length):
-            part = blocks[start : min(start + length, end)]
-            tensors = _checkpointed(part, tensors) if checkpoints else _run(part, *tensors)
+            tensors = run(blocks[start : min(start + length, end)], *tensors)
         results.append(tensors)
         versions.append(_versions(tensors))
         begin = end
@@ -119,14 +118,13 @@ def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
     return tensors
 
 
-def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
+def _run_checkpointed(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
     if torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
         return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False)
-    parts = [part for block in blocks for part in ([block] if isinstance(block, nn.Module) else block.args)]
-    modules = [part for part in parts if isinstance(part, nn.Module)]
+    modules = [module for block in blocks for module in _modules_of(block)]
     is_repetition = False
 
-    def run(*tensors: Tensor) -> Tensors:
+    def run_or_repeat(*tensors: Tensor) -> Tensors:
         """Only the first run updates running statistics."""
         nonlocal is_repetition
         context = statistics_kept(*modules) if is_repetition else nullcontext()
@@ -136,4 +134,10 @@ def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
 
     # A generator cannot be read while a CUDA graph is captured; nothing draws there: `trainer.capture` has checked it.
     is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=not is_captured)
+    return checkpoint(run_or_repeat, *tensors, use_reentrant=False, preserve_rng_state=not is_captured)
+
+
+def _modules_of(block: Block) -> list[nn.Module]:
+    if isinstance(block, nn.Module):
+        return [block]
+    return [argument for argument in block.args if isinstance(argument, nn.Module)]

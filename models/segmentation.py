@@ -104,7 +104,7 @@ class SegmentationNetwork(nn.Module):
         return [auxiliary] if isinstance(auxiliary, nn.Module) else []
 
     @property
-    def unread(self) -> str:
+    def unread_feature(self) -> str:
         """The name of the body's last feature, if it is trained and no head reads it: its layers get no gradients.
 
         Otherwise empty.
@@ -125,9 +125,12 @@ class SegmentationNetwork(nn.Module):
         if decide is None:
             return scores.argmax(dim=1)
         ids = decide(scores)
-        if torch.compiler.is_compiling():  # a program for all sizes
-            return ids
-        shape = (len(scores), *scores.shape[2:])
+        if not torch.compiler.is_compiling():  # a program for all sizes
+            self._check_decision(ids, (len(scores), *scores.shape[2:]))
+        return ids
+
+    def _check_decision(self, ids: object, shape: tuple[int, ...]) -> None:
+        """ValueError, or on CUDA a failed assertion, unless the head's `decide` returned ids of classes in a shape."""
         returned = f"the head's {type(self.head).__name__}.decide returned"
         if not isinstance(ids, Tensor) or ids.shape != shape or ids.is_floating_point() or ids.is_complex():
             actual = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -138,9 +141,9 @@ class SegmentationNetwork(nn.Module):
             assert_on_device(is_valid, message)
         elif not is_valid:
             raise ValueError(message)
-        return ids
 
     def _read_by(self, module: nn.Module) -> list[Feature]:
+        """The features of the body that a head reads: the last one if it does not say."""
         return features_read(self.body, getattr(module, "reads", (-1,)), type(module).__name__)
 
     def forward(self, images: Tensor, upsampling: str = EXACT, cells: bool = False) -> Tensor | Outputs:
@@ -194,7 +197,7 @@ class SegmentationNetwork(nn.Module):
         return logits, tuple(outputs)
 
     def _classified(self, features: Tensor) -> Tensor:
-        """ValueError: the head's result has other channels than its out_channels."""
+        """The logits of the head's result. ValueError: it has other channels than the head's out_channels."""
         if features.shape[1] != self.cls.in_channels:
             expected = f"expected its out_channels, {self.cls.in_channels}"
             raise ValueError(f"{type(self.head).__name__} returned {features.shape[1]} channels: {expected}")

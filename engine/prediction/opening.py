@@ -141,7 +141,7 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
         config.norm = config.norm.as_kind(InPlaceNorm)
     with parts_named(config):
         forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
-    forward = forward.through(to_standard(forward.network, report=lambda _: None))
+    forward = forward.with_network(to_standard(forward.network, report=lambda _: None))
     return Opened(predictor(config, options, state, forward), config, state)
 
 

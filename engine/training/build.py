@@ -94,18 +94,19 @@ def learner_of(
     if captures:
         captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, _repeats(trainer), trainer.capture is True)
     elif world.size > 1:
-        unread = getattr(plain.network, "unread", "")
-        if unread:
+        unread_feature = getattr(plain.network, "unread_feature", "")
+        if unread_feature:
             raise ValueError(
-                f"no head reads {unread}, the last feature of the body, so its layers get no gradients, for which "
-                f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one device"
+                f"no head reads {unread_feature}, the last feature of the body, so its layers get no gradients, for "
+                f"which processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one "
+                f"device"
             )
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
     optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)
     return Learner(
         network=plain.network,
-        forward=plain.through(trained),
+        forward=plain.with_network(trained),
         optimizer=optimizer,
         scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, schedule, trainer.smoke),
         scaler=torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "float16"),

@@ -92,9 +92,9 @@ class Learner:
     def evaluated(self) -> Forward:
         """Forward pass of the network to evaluate: the average, if there is one."""
         if self.average is None:
-            return self.forward.through(self.network)
+            return self.forward.with_network(self.network)
         self.average.take_buffers(self.network)
-        return self.forward.through(self.average.module)
+        return self.forward.with_network(self.average.module)
 
     def take_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, which runs by `captured`. If a capture fails, this and all later ones are eager.

@@ -112,7 +112,7 @@ def _fake_learner(config: TrainingRun) -> Learner:
         for parameter in network.parameters():
             if parameter.dim() == 4:  # `to` cannot move fake ones
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
+    plain = forward(config, nn.Identity(), torch.device("cpu")).with_network(network)
     trainer = replace(config.trainer, compile=False, capture=False)
     uncompiled = replace(config, trainer=trainer, lr_schedule=Poly())
     with warnings.catch_warnings():

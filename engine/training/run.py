@@ -121,7 +121,7 @@ class Run(Generic[Config, Split]):
         """Load init.weights. ValueError: they do not fit."""
         logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         if self.config.init.format is not None:  # our own files say how images were normalised
-            forward = learner.forward.through(learner.network)
+            forward = learner.forward.with_network(learner.network)
             ratio = other_scale(forward, self.train_set, max(self.config.data.crop()))
             if ratio is not None and self.world.first:
                 logger.warning(advice.on_scale(self.config, ratio))

@@ -13,7 +13,7 @@ from models.blocks import NormAct, conv3x3
 from models.bodies.body import Body
 from models.bodies.stem import STEM_STRIDES, build_stem, downsampling
 from models.initialisation import initialise
-from models.recomputation import Block, chain, run_blocks
+from models.recomputation import Block, Tensors, chain, run_blocks
 
 BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth
 
@@ -55,7 +55,7 @@ class DenseModule(nn.Module):
         A checkpointed layer saves only x_j, so a module's bytes grow in proportion to its layers.
         """
         pairs = zip(self.convs1, self.convs3, strict=True)
-        return [partial(_layer, None if index else transition, *convs) for index, convs in enumerate(pairs)]
+        return [partial(_run_layer, None if index else transition, *convs) for index, convs in enumerate(pairs)]
 
 
 class DenseNet(Body):
@@ -114,7 +114,7 @@ class DenseNet(Body):
         return [module.layers(transition) for transition, module in pairs]
 
 
-def _layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:
+def _run_layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> Tensors:
     if transition is not None:
         parts = (transition(torch.cat(parts, dim=1)),)
     return *parts, convs3(convs1(torch.cat(parts, dim=1)))

@@ -82,19 +82,15 @@ class LibraryBody(Body):
             layers = make(network) if in_channels == 3 else make(network, in_channels=in_channels)
             self.left_out: tuple[str, ...] = ()
             if last is not None:
-                layers, self.left_out = _up_to(layers, last, f"last={last}: {network}")
+                layers, self.left_out = _cut_after(layers, last, f"last={last}: {network}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
             self.classifier = None
             self.rounds_up = True
-            channels, self.output_stride = self._dilate(torch.zeros(1, in_channels, SIDE, SIDE), output_stride, network)
-            try:  # one pixel more leaves a remainder at every stride
-                with torch.no_grad():
-                    odd = self.eval()(torch.zeros(1, in_channels, SIDE + 1, SIDE + 1))
-                self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
-            except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
-                self.rounds_up = False
+            example = torch.zeros(1, in_channels, SIDE, SIDE)
+            channels, self.output_stride = self._dilate_parts(example, output_stride, network)
+            self.rounds_up = self._takes_odd_sizes(in_channels)
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
             self.remarks = ends + _exchange_activations(self, norm_act)
             self.remarks += _exchange_norms(self.train(), norm_act, own_momentum, network, instead)
@@ -105,6 +101,15 @@ class LibraryBody(Body):
             self._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
             self.to(default_tensor.device)
+
+    @torch.no_grad()
+    def _takes_odd_sizes(self, in_channels: int) -> bool:
+        """Whether the network rounds sizes up: one pixel more leaves a remainder at every stride."""
+        try:
+            features = self(torch.zeros(1, in_channels, SIDE + 1, SIDE + 1))
+        except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
+            return False
+        return features.shape[2] == SIDE // self.output_stride + 1
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """See `Body.maps`. ValueError: a later part writes over one of them."""
@@ -122,7 +127,7 @@ class LibraryBody(Body):
 
         With `sqrt`, L is the number of blocks between two features."""
         if self.recompute == "none":
-            return chain(*self._whole(begin, end), x)
+            return chain(*self._modules_between(begin, end), x)
         parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
         # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
@@ -131,7 +136,7 @@ class LibraryBody(Body):
         ((x,),) = run_blocks(units, chain(*parts[begin : cuts[0]], x), self.recompute)
         return chain(*parts[cuts[-1] : end], x)
 
-    def _whole(self, begin: int, end: int) -> list[nn.Module]:
+    def _modules_between(self, begin: int, end: int) -> list[nn.Module]:
         """Parts from `begin` to `end`; all of a module's are the module, so that its hooks fire."""
         modules: list[nn.Module] = []
         index = 0
@@ -152,7 +157,7 @@ class LibraryBody(Body):
         return [pair for name in self.order for pair in _parts(name, getattr(self, name))]
 
     @torch.no_grad()
-    def _dilate(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
+    def _dilate_parts(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride.
 
         Sets `feature_info` (features, which no part after them overwrites), and `_ends`: the numbers of parts where
@@ -178,7 +183,7 @@ class LibraryBody(Body):
                     note(index, x)
                 stride = _cells(x) // _cells(y) if SIDE > output_stride * _cells(y) else 1
                 if dilation * stride > 1:
-                    _dilate(part, x, dilation, stride)
+                    _dilate_part(part, x, dilation, stride)
                     try:
                         y = part(x)
                         dilation *= stride
@@ -216,7 +221,7 @@ class LibraryBody(Body):
             )
 
 
-def _of_torchvision(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
+def _torchvision_layers(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
     from torchvision import models
 
     _check_name(network, models.list_models(models), "torchvision")
@@ -227,7 +232,7 @@ def _of_torchvision(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
     return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
 
 
-def _of_timm(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
+def _timm_layers(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
     """The layers of a network's last features, by `features_only=True`."""
     try:
         import timm
@@ -267,11 +272,13 @@ def _exchange_input(network: nn.Module, in_channels: int) -> None:
     network.set_submodule(name, new_conv)
 
 
-torchvision_body = partial(LibraryBody, make=_of_torchvision)
-timm_body = partial(LibraryBody, make=_of_timm)
+torchvision_body = partial(LibraryBody, make=_torchvision_layers)
+timm_body = partial(LibraryBody, make=_timm_layers)
 
 
-def _up_to(layers: Mapping[str, nn.Module], last: str, subject: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+def _cut_after(
+    layers: Mapping[str, nn.Module], last: str, subject: str
+) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """The layers up to the part `last`, and the names of the parts after it. `subject` begins messages."""
     first_name, _, inner = last.partition(".")
     if first_name not in layers:
@@ -283,7 +290,7 @@ def _up_to(layers: Mapping[str, nn.Module], last: str, subject: str) -> tuple[di
     part = layers[first_name]
     if inner:
         children = dict(part.named_children()) if type(part) is nn.Sequential else {}
-        kept_children, later_children = _up_to(children, inner, subject)
+        kept_children, later_children = _cut_after(children, inner, subject)
         part = nn.Sequential(OrderedDict(kept_children))
         later_names = [f"{first_name}.{name}" for name in later_children] + later_names
     return kept | {first_name: part}, tuple(later_names)
@@ -324,7 +331,7 @@ def _name_of_feature(part: str, names: Sequence[str], earlier: Sequence[Feature]
     return part
 
 
-def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
+def _dilate_part(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
     """Dilate a part whose input `x` has a dilation. Its stride becomes 1.
 
     Convolutions at the resolution of `x`, such as the strided one, get its dilation. Convolutions at a lower resolution
@@ -352,8 +359,10 @@ def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
 def _exchange_activations(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
     """Replace ReLUs and ReLU6s by the activation that `norm_act` gives its norms. Returns remarks."""
     template: Any = norm_act(1)
+    if template.activation == "relu":
+        return ()
     replaced_kinds: list[str] = []
-    for parent in list(body.modules()) if template.activation != "relu" else ():
+    for parent in list(body.modules()):
         for name, child in parent.named_children():
             if type(child) in (nn.ReLU, nn.ReLU6):
                 activation = LIBRARY_ACTIVATIONS[template.activation](template.activation_param, inplace=child.inplace)
@@ -388,15 +397,7 @@ def _exchange_norms(
     def options(cls: type[nn.Module]) -> dict[str, Any]:
         return {name: getattr(template, name) for name in inspect.signature(cls).parameters if name not in kept_options}
 
-    remarks: tuple[str, ...] = ()
-    if isinstance(template, InPlaceABN):
-        reports: list[ConversionReport] = []
-        to_inplace(body, report=reports.append)
-        replaced_count = len(reports[0].replaced)
-        norm_count = replaced_count + len(reports[0].kept)
-        if not replaced_count:
-            raise ValueError(f"{network} has no norm that can be in place: {instead}")
-        remarks = (f"{replaced_count} of {norm_count} norms are in place; elsewhere it would be wrong or save nothing",)
+    remarks = _put_norms_in_place(body, network, instead) if isinstance(template, InPlaceABN) else ()
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = timm_activation(norm)
@@ -412,3 +413,14 @@ def _exchange_norms(
                 new_norm.weight = None
             setattr(parent, name, new_norm)
     return remarks
+
+
+def _put_norms_in_place(body: LibraryBody, network: str, instead: str) -> tuple[str, ...]:
+    """Convert the norms that can be in place. Returns remarks. ValueError: there are none."""
+    reports: list[ConversionReport] = []
+    to_inplace(body, report=reports.append)
+    replaced_count = len(reports[0].replaced)
+    norm_count = replaced_count + len(reports[0].kept)
+    if not replaced_count:
+        raise ValueError(f"{network} has no norm that can be in place: {instead}")
+    return (f"{replaced_count} of {norm_count} norms are in place; elsewhere it would be wrong or save nothing",)

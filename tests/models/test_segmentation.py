@@ -115,10 +115,10 @@ def test_a_feature_that_a_body_lacks_and_a_result_of_other_cells_are_refused_by_
     with pytest.raises(ValueError, match="Identity has out_channels=None: expected the number"):
         SegmentationNetwork(small_resnext(InPlaceABN), nn.Identity(), 4)
     assert pyramid(reads=(-1, -2, 4))(torch.randn(2, 3, 32, 32)).main.stride == 16
-    assert (pyramid().unread, pyramid(reads=(4, -2)).unread) == ("", "mod5")
+    assert (pyramid().unread_feature, pyramid(reads=(4, -2)).unread_feature) == ("", "mod5")
     frozen = pyramid(reads=(4, -2))
     frozen.body.requires_grad_(False)
-    assert frozen.unread == ""
+    assert frozen.unread_feature == ""
     network = pyramid()
     network.head.forward = lambda features: network.head.convs[2](features[2])
     with pytest.raises(ValueError, match="Pyramid has 2x2 cells for images of 32x32 pixels: expected 8x8"):

@@ -193,7 +193,9 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
     size = (64, 96) if segments else (config.data.crop_size,) * 2
     with FakeTensorMode():
         network = assemble.network_of(config, classes=10)
-        forward = assemble.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
+        forward = assemble.forward(config, torch.nn.Identity(), CPU).with_network(
+            network
+        )  # fake parameters cannot be moved
         optimizer = assemble.optimizer(config.optim, network, config.head_modules)
         scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
         outputs = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))

@@ -176,6 +176,6 @@ def test_layers_without_gradients_are_refused_where_ranks_would_wait_for_them():
     config = run_config("run_dir=unused", "norm.backend=eager", "head.hidden_channels=8")
     network = assemble.network_of(config, 5)
     network.head.reads = (4,)
-    assert network.unread == "mod5"
+    assert network.unread_feature == "mod5"
     with pytest.raises(ValueError, match="no head reads mod5, the last feature of the body"):
         build.learner(config, lambda: network, one_epoch(2), World(size=2))

@@ -148,7 +148,7 @@ def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         trained = data_parallel(learner.network, torch.device("cpu"))
-        learner.forward = learner.forward.through(trained)
+        learner.forward = learner.forward.with_network(trained)
         step()
         step()  # which rebuilds the buckets
         measured = peak_bytes(step, "cpu") + resident["gradients"]
