@@ -15,7 +15,7 @@ _FURTHER_STREAM = 4  # that draws further crops
 MOST_MIXES = 64
 Crop = tuple[np.ndarray, np.ndarray | None]
 Augmentation = Any  # a function, crop, label, generator -> both; perhaps with `mixes`
-Drawn = Callable[[np.random.Generator], Crop]
+DrawCrop = Callable[[np.random.Generator], Crop]
 
 
 class Moment(NamedTuple):
@@ -49,7 +49,7 @@ class Augmentations:
         key: tuple[int, ...],
         moment: Moment,
         classes: int = 0,
-        draw: Drawn | None = None,
+        draw: DrawCrop | None = None,
     ) -> Crop:
         """The changed crop.
 
@@ -71,19 +71,12 @@ class Augmentations:
                 new_image, new_label = augment(*arguments, **fields)
             except (Exception, SystemExit) as error:  # anything, from code that is not ours
                 raise ValueError(f"augmentations={name}: {type(error).__name__}: {error}") from error
-            for kind, new, old in (("image", new_image, image), ("label", new_label, label)):
-                if old is not None and _form(new) != _form(old):
-                    raise ValueError(f"augmentations={name} returned the {kind} as {_form(new)}: expected {_form(old)}")
+            _check_form(name, "image", new_image, image)
             image = new_image
-            if label is None:
-                continue
-            label = new_label
-            foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
-            if foreign_ids.size:
-                raise ValueError(
-                    f"augmentations={name} returned a label with the ids {ranges(foreign_ids.tolist())}: expected "
-                    f"classes from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
-                )
+            if label is not None:
+                _check_form(name, "label", new_label, label)
+                _check_ids(name, new_label, classes)
+                label = new_label
         return image, label
 
 
@@ -92,6 +85,20 @@ def moment_fields(function: Any) -> list[str]:
     with suppress(ValueError, TypeError):  # code in C may have no signature
         return [name for name in Moment._fields if name in signature(function).parameters]
     return []
+
+
+def _check_form(name: str, kind: str, new: object, old: np.ndarray) -> None:
+    if _form(new) != _form(old):
+        raise ValueError(f"augmentations={name} returned the {kind} as {_form(new)}: expected {_form(old)}")
+
+
+def _check_ids(name: str, label: np.ndarray, classes: int) -> None:
+    foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
+    if foreign_ids.size:
+        raise ValueError(
+            f"augmentations={name} returned a label with the ids {ranges(foreign_ids.tolist())}: expected "
+            f"classes from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
+        )
 
 
 def _form(array: object) -> str:

@@ -31,7 +31,7 @@ def cache_folder() -> Path | None:
 
 
 def require_cache_folder(user: str, instead: str) -> Path:
-    """`cache_folder`. ValueError if there is none: `user` needs it, unless the user follows `instead`."""
+    """`cache_folder`; ValueError if there is none. The message names `user`, what needs it, and ends with `instead`."""
     folder = cache_folder()
     if folder is None:
         raise ValueError(
@@ -58,8 +58,8 @@ def make_private(folder: Path) -> Path | None:
     mode = stat.S_IMODE(state.st_mode)
     if mode != 0o700:
         os.chmod(folder, 0o700)  # before the search, so that nobody adds a file during it
-        inside = (Path(top, name) for top, folders, files in os.walk(folder) for name in (*folders, *files))
-        if any(path.lstat().st_uid != user for path in inside):
+        paths = (Path(top, name) for top, folders, files in os.walk(folder) for name in (*folders, *files))
+        if any(path.lstat().st_uid != user for path in paths):
             os.chmod(folder, mode)
             return None
     return folder

@@ -7,6 +7,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def cifar100(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 
 
 def _open_cifar(name: str, classes: int, root: str | os.PathLike | None, split: str) -> ClassificationDataset:
-    """`name`: torchvision's."""
+    """See `cifar10`. `name`: torchvision's; `classes`: how many it has."""
     from torchvision import datasets  # few runs need it
 
     reader = getattr(datasets, name)
@@ -54,25 +55,30 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
     is_zip = path.suffix.lower() == ".zip" and not path.is_dir()
     root = layout.check(path.parent if is_zip else root, split)
     if not is_zip and (root / reader.base_folder).is_dir():
-        files = [root / reader.base_folder / file for file, _ in (reader.train_list, reader.test_list)[split == "test"]]
-        try:
-            stored = reader(root, train=split == "train")
-        except (RuntimeError, OSError):  # it verifies the checksums of all files before it reads one
-            raise layout.error(
-                f"{layout.name}: a file in {root / reader.base_folder} is missing or damaged", root
-            ) from None
-        pixels = np.ascontiguousarray(stored.data.transpose(0, 3, 1, 2))
-        names = np.array([f"{split}/{number:05d}" for number in range(len(pixels))])
-        labels = np.array(stored.targets, np.int64)
-        return ClassificationDataset(
-            layout.name, split, tuple(stored.classes), labels, file_list_of(root, files), pixels, names
-        )
+        return _read_official(root, split, reader, layout)
     inside = sorted(file for file in root.iterdir() if file.suffix.lower() == ".zip" and file.is_file())
     archives = [path] if is_zip else inside
     if len(archives) != 1:
         contents = ", ".join(archive.name for archive in archives) or "neither the dataset nor a zip file"
         raise layout.error(f"{layout.name}: {root} holds {contents}; expected one of them", root)
     return _read_zip(archives[0], split, classes, layout)
+
+
+def _read_official(root: Path, split: str, reader: Any, layout: Layout) -> ClassificationDataset:
+    """The files that `reader`, torchvision's dataset, finds in `root`."""
+    folder = root / reader.base_folder
+    is_test = split == "test"
+    files = [folder / file for file, _ in (reader.test_list if is_test else reader.train_list)]
+    try:
+        stored = reader(root, train=not is_test)
+    except (RuntimeError, OSError):  # it verifies the checksums of all files before it reads one
+        raise layout.error(f"{layout.name}: a file in {folder} is missing or damaged", root) from None
+    pixels = np.ascontiguousarray(stored.data.transpose(0, 3, 1, 2))
+    names = np.array([f"{split}/{number:05d}" for number in range(len(pixels))])
+    labels = np.array(stored.targets, np.int64)
+    return ClassificationDataset(
+        layout.name, split, tuple(stored.classes), labels, file_list_of(root, files), pixels, names
+    )
 
 
 @restorable()
@@ -104,6 +110,7 @@ def _read_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classi
 
 
 def _is_picture(name: str, split: str) -> bool:
+    """Whether a file of a zip file is a picture …/`split`/CLASS/NAME, and nothing of its path is hidden."""
     *folders, file = PurePosixPath(name).parts
     is_picture = len(folders) >= 2 and folders[-2] == split and file.lower().endswith(_SUFFIXES)
     return is_picture and not any(map(is_hidden, (*folders, file)))

@@ -79,31 +79,31 @@ def index_classes(
     """
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
     parent = folder or require_cache_folder("the class index", f"give {folder_key}=DIR") / "class-index"
-    cached = Path(os.path.expanduser(parent)) / key
-    file = cached / "index.npz"
+    index_folder = Path(os.path.expanduser(parent)) / key
+    file = index_folder / "index.npz"
     arrays = read_arrays(file, _ARRAYS)
     if arrays is None:
         try:
-            cached.mkdir(parents=True, exist_ok=True)  # before the labels are read
+            index_folder.mkdir(parents=True, exist_ok=True)  # before the labels are read
 
-            def indexed(image: int) -> tuple[np.ndarray, np.ndarray]:  # every image has its own random stream
+            def index_image(image: int) -> tuple[np.ndarray, np.ndarray]:  # every image has its own random stream
                 rng = np.random.default_rng([_SEED, image])
                 return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
 
-            labels = list(map_images(dataset, indexed, workers, progress))
+            labels = list(map_images(dataset, index_image, workers, progress))
             arrays = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
             write_arrays(file, dict(zip(_ARRAYS, arrays, strict=True)))
         except TimeoutError:  # of a label
             raise
         except OSError as error:
             raise ValueError(
-                f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {cached} ({error}); "
-                f"expected a writable folder; give {folder_key}=DIR to choose one"
+                f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {index_folder} "
+                f"({error}); expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
     counts, places = arrays
     if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
         raise ValueError(f"the class index {file} is damaged or of other images; remove it")
-    return ClassIndex(dataset.classes, counts, places, positions, cached)
+    return ClassIndex(dataset.classes, counts, places, positions, index_folder)
 
 
 def index_label(
@@ -119,17 +119,17 @@ def index_label(
     flat = np.ascontiguousarray(label).reshape(-1)
     starts = range(0, len(flat), _BAND)
     histograms = [cv2.calcHist([flat[i : i + _BAND][None]], [0], None, [256], [0, 256]).ravel() for i in starts]
-    until = np.stack(histograms)[:, :classes].astype(np.int64).cumsum(axis=0)  # (bands, classes)
-    counts = until[-1]
+    counts_to_band = np.stack(histograms)[:, :classes].astype(np.int64).cumsum(axis=0)  # (bands, classes)
+    counts = counts_to_band[-1]
     chosen = []
     for class_id in np.flatnonzero(counts):
         ranks = rng.choice(counts[class_id], min(counts[class_id], positions), replace=False, shuffle=False)
-        bands = np.searchsorted(until[:, class_id], ranks, side="right")
+        bands = np.searchsorted(counts_to_band[:, class_id], ranks, side="right")
         for band in np.unique(bands):
             start = band * _BAND
-            before = until[band - 1, class_id] if band else 0
+            count_before = counts_to_band[band - 1, class_id] if band else 0
             in_class = np.flatnonzero(flat[start : start + _BAND] == class_id)
-            chosen.append(start + in_class[ranks[bands == band] - before])
+            chosen.append(start + in_class[ranks[bands == band] - count_before])
     places = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
-    kind = np.uint16 if max(label.shape) <= 1 << 16 else np.uint32
-    return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(kind)
+    dtype = np.uint16 if max(label.shape) <= 1 << 16 else np.uint32
+    return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(dtype)

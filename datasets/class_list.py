@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,21 +27,9 @@ def folder_classes(file: Path) -> ClassTable:
     """
     try:
         content = read_json(file)
-        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
-            raise ValueError('every class needs an object, such as {"name": "wood"}')
-        if not isinstance(content.get("ignored", []), list):
-            raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
-        foreign = [number for number in content.get("ignored", []) if number not in range(256)]
-        if foreign:
-            raise ValueError(f'"ignored" has {foreign[0]!r}, expected ids from 0 to 255')
-        if len(content["classes"]) > 256:
-            raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
+        _check_form(content)
         entries = content["classes"]
         ignored = sorted(bytes(content.get("ignored", [_IGNORED])))
-        keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
-        unknown = sorted(keys - {"name", "colour"})
-        if unknown:
-            raise ValueError(f"the key {unknown[0]!r} is unknown")
         colours = {
             number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
         }
@@ -73,26 +62,44 @@ def folder_classes(file: Path) -> ClassTable:
     )
 
 
+def _check_form(content: Any) -> None:
+    """ValueError, or an error of Python's, unless a file holds classes and ids, and nothing else."""
+    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
+        raise ValueError('every class needs an object, such as {"name": "wood"}')
+    if not isinstance(content.get("ignored", []), list):
+        raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
+    foreign = [number for number in content.get("ignored", []) if number not in range(256)]
+    if foreign:
+        raise ValueError(f'"ignored" has {foreign[0]!r}, expected ids from 0 to 255')
+    if len(content["classes"]) > 256:
+        raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
+    keys = {*content} - {"classes", "ignored"} | {key for entry in content["classes"] for key in entry}
+    unknown = sorted(keys - {"name", "colour"})
+    if unknown:
+        raise ValueError(f"the key {unknown[0]!r} is unknown")
+
+
 def lookalikes(colours: Mapping[int, Sequence[int]]) -> set[int]:
     """Classes whose colour looks like another class's: every channel differs by less than 8 levels."""
-    near = _near([*colours.values()], [*colours.values()])
-    return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
+    similar_counts = _look_alike([*colours.values()], [*colours.values()]).sum(axis=1)  # each is like itself
+    return {number for number, count in zip(colours, similar_counts, strict=True) if count > 1}
 
 
 def distinct_palette(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
     """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
-    listed = {number: colour for number, colour in colours.items() if colour is not None}
-    chosen = {number: listed[number] for number in listed.keys() - lookalikes(listed)}
+    own_colours = {number: colour for number, colour in colours.items() if colour is not None}
+    chosen = {number: own_colours[number] for number in own_colours.keys() - lookalikes(own_colours)}
     # Each colour is near at most one colour of the grid, so enough of these are left.
     levels = range(20, 256, 32)
     spare = [*distinct_colours(256), *product(levels, levels, levels)]
     for number in sorted(colours.keys() - chosen.keys()):
-        near = _near([spare[number], *spare], [*chosen.values()]).any(axis=1)
-        chosen[number] = [spare[number], *spare][int(near.argmin())]
+        candidates = [spare[number], *spare]
+        is_near = _look_alike(candidates, [*chosen.values()]).any(axis=1)
+        chosen[number] = candidates[int(is_near.argmin())]
     return tuple(chosen[number] for number in colours)
 
 
-def _near(rows: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> np.ndarray:
+def _look_alike(rows: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> np.ndarray:
     """Which pairs of colours look alike, bool (rows, columns)."""
     row_levels, column_levels = (np.array(colours, np.int16).reshape(-1, 3) for colours in (rows, columns))
     return (np.abs(row_levels[:, None] - column_levels) < 8).all(axis=2)

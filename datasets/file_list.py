@@ -56,7 +56,7 @@ class FileList:
 
 
 def file_list_of(root: Path, paths: Sequence[Path | str]) -> FileList:
-    """The list of `paths`, which begin with `root`. A file that cannot be read has size and time 0."""
+    """The `FileList` of `paths`, which begin with `root`. A file that cannot be read has size and time 0."""
     start = 0 if root == Path() else len(os.path.join(root, ""))  # os.path.relpath would take most of the time
     return _file_list(root, [(str(path)[start:], _size_and_time(path)) for path in paths])
 
@@ -69,10 +69,12 @@ def composed(name: str) -> str:
 def readable(name: object, lines: bool = False) -> str:
     """A name as messages show it: control characters are escaped. `lines`: not ends of lines, nor tabs."""
 
-    def escaped(match: re.Match) -> str:
-        return match[0] if lines and match[0] in "\n\t" else match[0].encode("unicode_escape").decode()
+    def escape(match: re.Match) -> str:
+        if lines and match[0] in "\n\t":
+            return match[0]
+        return match[0].encode("unicode_escape").decode()
 
-    return _CONTROL.sub(escaped, str(name))
+    return _CONTROL.sub(escape, str(name))
 
 
 def printable(name: object) -> str:
@@ -81,15 +83,16 @@ def printable(name: object) -> str:
 
 
 def why_unfit(path: Path) -> str | None:
-    """Why a path is not read as a file; None if it can be, or if reading it will say why it cannot."""
+    """Why a path is not read as a file; None if it may be, or if reading it will say why it cannot."""
     try:
         state = os.stat(path)
     except OSError:
         return None
     if not stat.S_ISREG(state.st_mode):
         return "is a folder, pipe or device; expected a regular file"
-    large = f"has {state.st_size:,} bytes; expected at most {_MOST_BYTES:,} (4 GiB)"
-    return large if state.st_size > _MOST_BYTES else None
+    if state.st_size > _MOST_BYTES:
+        return f"has {state.st_size:,} bytes; expected at most {_MOST_BYTES:,} (4 GiB)"
+    return None
 
 
 def is_hidden(name: str) -> bool:
@@ -207,10 +210,10 @@ def _file_list(root: Path, named_states: Sequence[tuple[str, tuple[int, int]]]) 
 
 def _size_and_time(file: Path | str | os.DirEntry) -> tuple[int, int]:
     try:
-        stat = os.stat(file)
+        state = os.stat(file)
     except OSError:  # e.g. a dangling link; reading it will say so
         return 0, 0
-    return stat.st_size, stat.st_mtime_ns
+    return state.st_size, state.st_mtime_ns
 
 
 def _hash(numbers: np.ndarray) -> str:

@@ -138,7 +138,12 @@ def folder(
         images = usable or images
     paths = {*map(str, (*images.values(), *labels.values()))}
     strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
-    order = names_on_list(root, split_path, images, options) if is_listed and not listed else list(listed or images)
+    if listed:
+        order = [*listed]
+    elif is_listed:
+        order = names_on_list(root, split_path, images, options)
+    else:
+        order = [*images]
     if is_listed:
         images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
     if split_path.name == WITHHELD and not labels:
@@ -232,8 +237,8 @@ class LabelFiles(NamedTuple):
     """All labels in a folder, of every split."""
 
     images: dict[Path, Path | None]  # of each label that counts; None if there is no folder of images
-    alone: list[Path]  # labels without an image
-    without: list[Path]  # images without a label, unless no image of a split "test" has one
+    unpaired: list[Path]  # labels without an image
+    unlabelled: list[Path]  # images without a label, unless no image of a split "test" has one
     folder: Path  # of the images that lists may name
 
 
@@ -269,20 +274,21 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
             suffixes = image_suffixes(channels)
             images = options.images(list_files(image_folder, suffixes, deep=True, rare_suffixes=LAST_SUFFIXES))
             without = [path for name, path in images.items() if name not in labels]
-            label_files.without.extend(without if labels or above.name != WITHHELD else ())
+            if labels or above.name != WITHHELD:
+                label_files.unlabelled.extend(without)
             fix = fix or (options.advice(above, images) if without else None)
         for name, label in labels.items():
             if images is None or name in images:
                 label_files.images[label] = None if images is None else images[name]
             else:
-                label_files.alone.append(label)
+                label_files.unpaired.append(label)
     if not label_files.images:
         above = root.resolve().parent
         if (above / options.image_folder).is_dir():
             whole = above.parent if _splits_beside(above, options) else above
             fix = fix or f"give {options.keys}root={whole}, the folder above"
         fix = fix or options.twins_advice(root)
-        labels_missing = "no labels of an image" if label_files.alone else "no labels"
+        labels_missing = "no labels of an image" if label_files.unpaired else "no labels"
         raise _LAYOUT.error(f"folder: {labels_missing} in {root}", root, fix)
     return label_files
 
@@ -369,13 +375,13 @@ def names_on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -
 
 
 def _label_decoder(table: ClassTable) -> Callable[[Stored, Window], np.ndarray]:
-    """`_decode` for labels of these classes: colours, or ids in one or three equal channels."""
+    """`_decode_ids` for labels of these classes: colours, or ids in one or three equal channels."""
     ids = table.label_colours or {0x010101 * number: number for number in table.label_ids}
     levels = [n if n in table.label_ids else table.label_colours.get(0x010101 * n, n) for n in range(256)]
-    return partial(_decode, ids, np.array(levels, np.uint8))
+    return partial(_decode_ids, ids, np.array(levels, np.uint8))
 
 
-def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
+def _decode_ids(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
     """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}.
 
     `levels`, uint8 (256,), maps gray values to ids: a value that is no id may be the gray that is a class's colour.

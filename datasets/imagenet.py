@@ -79,7 +79,7 @@ def _open_class_folders(
     suffixes: tuple[str, ...] = _SUFFIXES,
     rare_suffixes: tuple[str, ...] = (),
 ) -> ClassificationDataset:
-    """The class folders in `root`/`split`."""
+    """See `imagenet`. `rare_suffixes`: see `list_files`."""
     if class_order not in (None, *ORDERS):
         raise ValueError(f"{keys}class_order={class_order}: expected one of {', '.join(ORDERS)}")
     root = layout.check(root, split)
@@ -96,9 +96,9 @@ def _open_class_folders(
         outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]
     flat = [name for name in outside if name.lower().endswith(suffixes)]
     if flat:
-        where = "beside" if classes else "without"
+        place = "beside" if classes else "without"
         raise layout.error(
-            f"{layout.name}: {folder} holds {len(flat)} images {where} class folders, such as "
+            f"{layout.name}: {folder} holds {len(flat)} images {place} class folders, such as "
             f"{readable(min(flat))}; expected images only in class folders",
             root,
             fix=_SORT_FLAT if layout is _LAYOUT else None,
@@ -120,12 +120,11 @@ def _check_classes(layout: Layout, root: Path, split: str, names: Sequence[str])
     """ValueError if another split has other classes than `split`, whose classes have these names."""
     for other in layout.splits:
         other_names = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
-        differences = [
-            f"{len(alone)} only in {where} ({first_of(alone)})"
-            for where, alone in ((split, sorted({*names} - {*other_names})), (other, sorted({*other_names} - {*names})))
-            if alone
-        ]
-        if other_names and differences:  # a split may have no classes
+        if not other_names:  # a split may have no classes
+            continue
+        alone = {split: sorted({*names} - {*other_names}), other: sorted({*other_names} - {*names})}
+        differences = [f"{len(some)} only in {name} ({first_of(some)})" for name, some in alone.items() if some]
+        if differences:
             raise layout.error(
                 f"{layout.name}: the splits have different classes: {' and '.join(differences)}; expected the same",
                 root,

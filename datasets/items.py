@@ -6,7 +6,6 @@ In classification, images in files are read one by one, images in memory by the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,17 +111,20 @@ class ImagesInFiles(_Items):
     augmentations: Augmentations | None = None
 
     def __getitem__(self, key: Any) -> dict:
-        number = key
-        transform = self.transform
-        if self.seed is not None:
-            draw = Draw(*key)
-            number = draw.image
-            seed = int(_generator(self.seed, draw).integers(2**63))
-            transform = partial(seeded, self.transform, seed=seed)
-        image = transform(torch.from_numpy(self.dataset.image(number)).permute(2, 0, 1)).contiguous()
+        if self.seed is None:
+            return self._item(key, self.transform(self._pixels(key)).contiguous())
+        draw = Draw(*key)
+        seed = int(_generator(self.seed, draw).integers(2**63))
+        crop = seeded(self.transform, self._pixels(draw.image), seed).contiguous()
         if self.augmentations is not None:
-            changed, _ = self.augmentations(image.permute(1, 2, 0).numpy(), None, _seeds(draw), draw.moment)
-            image = _channels_first(changed)
+            changed, _ = self.augmentations(crop.permute(1, 2, 0).numpy(), None, _seeds(draw), draw.moment)
+            crop = _channels_first(changed)
+        return self._item(draw.image, crop)
+
+    def _pixels(self, number: int) -> torch.Tensor:
+        return torch.from_numpy(self.dataset.image(number)).permute(2, 0, 1)
+
+    def _item(self, number: int, image: torch.Tensor) -> dict:
         return {"image": image, "label": self.dataset.label(number), "name": self.dataset.image_name(number)}
 
 
@@ -131,7 +133,7 @@ def _generator(seed: int, draw: Draw) -> np.random.Generator:
 
 
 def _seeds(draw: Draw) -> tuple[int, ...]:
-    # (epoch, index) keys have no place: they draw an image at most once per epoch.
+    """What tells a draw from the others of a run. A draw without a place is its image's only one in the epoch."""
     return (draw.epoch, draw.image) if draw.place is None else (draw.epoch, draw.image, draw.place)
 
 
@@ -167,21 +169,15 @@ class ImagesInMemory(_Items):
     transform: PaddedCrop | None = None
     seed: int = 0
     augmentations: Augmentations | None = None
-    # Epoch, corners and flips of all images.
-    _drawn: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
+    # The epoch, corners and flips of its images.
+    _epoch_draws: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     def __getitems__(self, keys: Sequence[Any]) -> dict:
         """{"image": uint8 or float32 (n, 3, h, w), "label": int64 (n,), "name": list}. All keys have the same epoch."""
         numbers = np.array(keys if self.transform is None else [number for _, number, *_ in keys])
         images = self.dataset.pixels_of(numbers)
         if self.transform is not None:
-            epoch = keys[0][0]
-            # One generator per epoch draws for all images: a generator per image would take longer than the crops.
-            if self._drawn is None or self._drawn[0] != epoch:
-                seeds = np.random.SeedSequence([self.seed, epoch], spawn_key=(_EPOCH_STREAM,))
-                drawn = self.transform.draw(images.shape[2:], len(self), np.random.default_rng(seeds))
-                self._drawn = (epoch, *drawn)
-            _, corners, mirrored = self._drawn
+            corners, mirrored = self._draw_epoch(self.transform, keys[0][0], images.shape[2:])
             images = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
             if self.augmentations is not None:
                 crops = zip(images.transpose(0, 2, 3, 1), (Draw(*key) for key in keys), strict=True)
@@ -193,6 +189,17 @@ class ImagesInMemory(_Items):
             "label": torch.from_numpy(self.dataset.labels[numbers]),
             "name": names,
         }
+
+    def _draw_epoch(self, transform: PaddedCrop, epoch: int, size: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Corners and flips of all images of `size` in an epoch, which are drawn once.
+
+        One generator draws for all images: a generator per image would take longer than the crops.
+        """
+        if self._epoch_draws is None or self._epoch_draws[0] != epoch:
+            seeds = np.random.SeedSequence([self.seed, epoch], spawn_key=(_EPOCH_STREAM,))
+            self._epoch_draws = (epoch, *transform.draw(size, len(self), np.random.default_rng(seeds)))
+        _, corners, mirrored = self._epoch_draws
+        return corners, mirrored
 
     def __getitem__(self, key: Any) -> dict:
         return {name: values[0] for name, values in self.__getitems__([key]).items()}

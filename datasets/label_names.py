@@ -78,14 +78,16 @@ class LabelNames(NamedTuple):
         return labels
 
     def advice(self, above: Path, images: Mapping[str, Path]) -> str | None:
-        """Advice if a quarter or more of the images have labels in another folder or with another suffix, or if other
-        files are there in place of labels."""
-        place, suffix = self.usual_label_place(above, images)
-        if not place:
+        """Advice on options by which many images have labels, or else on other files in place of labels.
+
+        `above`: the folder above `images`. None if these options are given already, or nothing is there.
+        """
+        label_folder, suffix = self.usual_label_place(above, images)
+        if not label_folder:
             return self._advice_instead(above, images)
-        options = self._as_options(label_folder=place, label_suffix=suffix)
+        options = self._as_options(label_folder=label_folder, label_suffix=suffix)
         example = readable(next(iter(images)) + suffix)
-        return f"{above / place} holds labels such as {example}: {options}" if options else None
+        return f"{above / label_folder} holds labels such as {example}: {options}" if options else None
 
     def twins_advice(self, above: Path) -> str | None:
         """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir."""
@@ -98,7 +100,7 @@ class LabelNames(NamedTuple):
         return None
 
     def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
-        """The folder and the suffix of most files that begin as these images do; empty if they are few."""
+        """The folder and the suffix of most files that begin as these images do; empty for less than a quarter."""
         wanted = [*images][:50]
         counts = Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
@@ -113,7 +115,7 @@ class LabelNames(NamedTuple):
         return max(sorted(counts), key=counts.__getitem__)
 
     def _as_options(self, **options: str) -> str:
-        """The words that set options otherwise than these names do."""
+        """The words that set those of the options that differ from these names; "" if none does."""
         current = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
         words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != current[key])
         return words and f"give {words}"

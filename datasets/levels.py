@@ -27,11 +27,11 @@ def mean_and_deviation(dataset: SegmentationDataset, progress: Progress = None) 
     levels = np.arange(256) / 255
     counts = np.zeros((dataset.channels, 256), np.int64)
     chosen = range(0, len(dataset), max(1, len(dataset) // _MEASURED))
-    for done, index in enumerate(chosen, start=1):
+    for image_count, index in enumerate(chosen, start=1):
         planes = np.moveaxis(dataset.read_image(index), 2, 0)
         counts += [np.bincount(plane.reshape(-1), minlength=256) for plane in planes]
         if progress is not None:
-            progress(done, len(chosen))
+            progress(image_count, len(chosen))
     shares = counts / counts.sum(axis=1, keepdims=True)
     mean = shares @ levels
     std = np.sqrt((shares * (levels - mean[:, None]) ** 2).sum(axis=1)).clip(min=1 / 255)  # a channel may be constant
@@ -39,7 +39,7 @@ def mean_and_deviation(dataset: SegmentationDataset, progress: Progress = None) 
 
 
 def is_decoded(index: int, images: int) -> bool:
-    """Whether the levels of an image are looked at, one of so many, although it has 8 bits and is decoded for that."""
+    """Whether an image, one of so many, is among those that are decoded for their levels although they have 8 bits."""
     return index % max(1, images // _DECODED) == 0
 
 
@@ -56,27 +56,33 @@ class Use(NamedTuple):
 def use_of(
     file: Stored, turned: bool, channels: int = COLOURS, range16: Range16 = ALL_16, shallow: bool = False
 ) -> Use | None:
-    """The values of an image; None for 8 bits unless `shallow`, as it has to be decoded. `range16`: see `Use`."""
+    """How an image uses its values; None for 8 bits unless `shallow`: it would have to be decoded.
+
+    `range16`: see `Use`.
+    """
     values = stored_values(file, turned, channels, shallow)
     if values is None:
         return None
-    bits = 8 * values.itemsize
-    ranges = list[Range16 | None]()
-    clipped = list[float]()
-    for plane, (low, high) in zip(np.moveaxis(values, 2, 0), pairs_of(range16, channels), strict=True):
-        counts = np.bincount(plane.reshape(-1), minlength=2**bits).reshape(256, -1)  # by level
-        for end in (0, -1) if bits == 16 else ():
-            if counts[end].sum() == counts[end, end]:
-                counts[end, end] = 0
-        level_counts = counts.sum(axis=1, keepdims=True)
-        # Of each level, the pixels of it and of all darker ones, or of all lighter ones if these are fewer.
-        tail_counts = np.minimum(level_counts.cumsum(), level_counts[::-1].cumsum()[::-1])[:, None]
-        is_frequent = (level_counts >= _RARE * plane.size) | (tail_counts > _MOST_RARE * plane.size)
-        frequent_values = np.flatnonzero(counts * is_frequent)
-        ranges.append((int(frequent_values[0]), int(frequent_values[-1])) if len(frequent_values) else None)
-        inside = counts.reshape(-1)[low : high + 1].sum() if bits == 16 else counts.sum()
-        clipped.append(float((counts.sum() - inside) / plane.size))
-    return Use(bits, ranges, clipped)
+    planes = zip(np.moveaxis(values, 2, 0), pairs_of(range16, channels), strict=True)
+    ranges, clipped = zip(*(_use_of_channel(plane, *pair) for plane, pair in planes), strict=True)
+    return Use(8 * values.itemsize, ranges, clipped)
+
+
+def _use_of_channel(plane: np.ndarray, low: int, high: int) -> tuple[Range16 | None, float]:
+    """The range and the clipped share of one channel, see `Use`. `low`, `high`: its range16."""
+    bits = 8 * plane.itemsize
+    counts = np.bincount(plane.reshape(-1), minlength=2**bits).reshape(256, -1)  # by level
+    for end in (0, -1) if bits == 16 else ():
+        if counts[end].sum() == counts[end, end]:
+            counts[end, end] = 0
+    level_counts = counts.sum(axis=1, keepdims=True)
+    # Of each level, the pixels of it and of all darker ones, or of all lighter ones if these are fewer.
+    tail_counts = np.minimum(level_counts.cumsum(), level_counts[::-1].cumsum()[::-1])[:, None]
+    is_frequent = (level_counts >= _RARE * plane.size) | (tail_counts > _MOST_RARE * plane.size)
+    frequent_values = np.flatnonzero(counts * is_frequent)
+    value_range = (int(frequent_values[0]), int(frequent_values[-1])) if len(frequent_values) else None
+    inside_count = counts.reshape(-1)[low : high + 1].sum() if bits == 16 else counts.sum()
+    return value_range, float((counts.sum() - inside_count) / plane.size)
 
 
 def doubts_of_levels(uses: Iterable[Sequence], range16: Range16, images: str, keys: str | None) -> list[str]:
@@ -108,7 +114,10 @@ def _doubts_of_depth(
     range16s: Sequence[Range16],
     keys: str | None,
 ) -> list[str]:
-    """See `doubts_of_levels`; for each channel the values of all images, the largest share, and the range."""
+    """`doubts_of_levels` for images of so many bits.
+
+    For each channel, `ranges`: of all images; `clipped`: the largest share of one image; `range16s`: its range16.
+    """
 
     def level_count(values: Range16, range16: Range16) -> int:
         darkest, lightest = levels_of(*range16)[np.array(values) << (16 - bits)].tolist()
@@ -146,11 +155,12 @@ def _doubts_of_depth(
         pairs = (varying[place] if place in (*few, *outside) else pair for place, pair in enumerate(range16s))
         advised_values = [value for pair in pairs for value in pair]
     advised = f"range16=[{','.join(map(str, advised_values))}]"
-    cure = f"give {keys}{advised}"
     if bits == 8:
         cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
     elif keys is None:
         cure = f"the training had other images; store these alike, or train another network with {advised}"
+    else:
+        cure = f"give {keys}{advised}"
     return [*doubts, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
 
 

@@ -74,9 +74,9 @@ class ShuffledMinibatches(_Minibatches):
 class ClassUniformMinibatches(_Minibatches):
     """The paper's class-uniform sampling (section 4.2): rare classes are sampled as often as frequent ones.
 
-    The share `fraction` of an epoch's draws is class-uniform: draw a class, an
-    image that contains it, a pixel of the class, then a crop that contains the pixel. The other draws are images
-    without repetition, as in uniform sampling, at random positions in the list. Keys are `Draw`.
+    The share `fraction` of an epoch's draws is class-uniform: draw a class, an image that contains it, a pixel of the
+    class, then a crop that contains the pixel. The other draws are images without repetition, as in uniform sampling,
+    at random positions in the list. Keys are `Draw`.
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
@@ -135,6 +135,9 @@ def _rounds(items: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarr
 
 
 def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
-    # Crops are seeded by (seed, epoch, index), and numpy treats (seed, epoch) and (seed, epoch, 0) as the same seed.
-    # The spawn key separates this stream from theirs.
+    """Random numbers of an epoch that no crop gets.
+
+    Crops are seeded by (seed, epoch, index), and numpy treats (seed, epoch) and (seed, epoch, 0) as the same seed: the
+    spawn key separates them.
+    """
     return np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(stream,)))

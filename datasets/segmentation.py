@@ -279,6 +279,7 @@ class SegmentationDataset(Dataset):
 def _undecoded(
     file: Stored, decode: Callable[[Window], np.ndarray], turned: bool = False, channels: int = COLOURS
 ) -> Undecoded:
+    """An image or label of a file that has been read; decoded at once if no part of it can be decoded alone."""
     if not file.has_windows:
         pixels = decode(EVERYTHING)
         return Undecoded((pixels.shape[0], pixels.shape[1]), pixels.__getitem__)

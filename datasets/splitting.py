@@ -30,6 +30,32 @@ def sources_of(
     source; there are fewer sources than `parts`.
     """
     folder = labels.folder
+    _check_lists(root, folder, lists, add)
+    images = listable_images(root, labels)
+    unlabelled = {*labels.unlabelled}
+    withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
+    names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
+    unprintable = [name for name in names if printable(name) != name]
+    if unprintable:
+        raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
+    matches = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
+    sources = {name: match[1] for name, match in matches.items() if match is not None and match[1] is not None}
+    sourceless = [name for name in names if name not in sources]
+    if sourceless:
+        count = f"{len(sourceless)} of {len(names)}"
+        raise ValueError(f"{key}={group} finds no source in {count} names: {first_of(sourceless)}")
+    test_sources = {sources.pop(name, None) for name in withheld}
+    if add:
+        sources = {name: source for name, source in sources.items() if source not in test_sources}
+    source_count = len({*sources.values()})
+    if source_count < parts:
+        kind = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
+        raise ValueError(f"there are {source_count} {kind}: expected at least {parts}, one for each list")
+    return sources
+
+
+def _check_lists(root: Path, folder: Path, lists: Iterable[str], add: bool) -> None:
+    """ValueError, see `sources_of`. `folder`: of the images."""
     splits = [] if add else split_folders(folder)
     if splits:
         raise ValueError(f"{folder} holds the splits {', '.join(splits)} as folders: train on these, without lists")
@@ -43,32 +69,12 @@ def sources_of(
             raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
         if (root / name / folder.name).is_dir():
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
-    images = listable_images(root, labels)
-    unlabelled = {*labels.without}
-    withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
-    names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
-    unprintable = [name for name in names if printable(name) != name]
-    if unprintable:
-        raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
-    matches = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
-    sources = {name: match[1] for name, match in matches.items() if match is not None and match[1] is not None}
-    without = [name for name in names if name not in sources]
-    if without:
-        raise ValueError(f"{key}={group} finds no source in {len(without)} of {len(names)} names: {first_of(without)}")
-    test_sources = {sources.pop(name, None) for name in withheld}
-    if add:
-        sources = {name: source for name, source in sources.items() if source not in test_sources}
-    count = len({*sources.values()})
-    if count < parts:
-        kind = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
-        raise ValueError(f"there are {count} {kind}: expected at least {parts}, one for each list")
-    return sources
 
 
 def listable_images(root: Path, labels: LabelFiles) -> dict[str, Path]:
     """{name: path} of the images in `root`/images, by the names that lists have."""
     folder = labels.folder
-    paths = [path for path in (*labels.images.values(), *labels.without) if path is not None]
+    paths = [path for path in (*labels.images.values(), *labels.unlabelled) if path is not None]
     below = {path: path.relative_to(folder) for path in paths if folder in path.parents}
     return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
 
@@ -76,7 +82,7 @@ def listable_images(root: Path, labels: LabelFiles) -> dict[str, Path]:
 def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
     images = listable_images(root, labels)
-    unlabelled = {*labels.without}
+    unlabelled = {*labels.unlabelled}
     labelled = {name: path for name, path in images.items() if path not in unlabelled}
     names = names_on_no_list(root, root / WITHHELD, labelled)
     return names if len(names) < len(images) else []
@@ -85,9 +91,10 @@ def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
 def parts_of(
     root: Path, labels: LabelFiles, lists: Mapping[str, tuple[str, bool]], sources: Mapping[str, str]
 ) -> dict[str, str]:
-    """{image: part} of the images on lists that are there, {name: (part, whether it holds this part)}; else "".
+    """{image: part} of the images on lists that are there; "" for those that are only on lists without a part.
 
-    ValueError: a list cannot be read, or two parts have images of one source of `sources`.
+    `lists`: {name: (part, whether it holds this part)}. ValueError: a list cannot be read, or two parts have images of
+    one source of `sources`.
     """
     images = listable_images(root, labels)
     parts = dict[str, str]()
@@ -182,8 +189,9 @@ def _deal_sources(
     steps = []  # of each source: which previous division each division continues, and the source's part in it
     for number, source in enumerate(order):
         total = total + rows[source]
-        without = cost(sums, room)
-        costs = without.sum(axis=1, keepdims=True) - without + cost(sums + rows[source], room - image_counts[source])
+        costs_before = cost(sums, room)
+        costs_after = cost(sums + rows[source], room - image_counts[source])  # of a part that gets the source
+        costs = costs_before.sum(axis=1, keepdims=True) - costs_before + costs_after
         is_empty = room == sizes
         must_fill = is_empty.sum(axis=1, keepdims=True) >= len(order) - number
         costs[must_fill & ~is_empty] = np.inf

@@ -76,12 +76,11 @@ class TrainingTransform:
                 raise LookupError(f"its label has another class than {class_id} there")
             label_crop[row - offset[0], column - offset[1]] = class_id
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
-            covered = tuple(
-                slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
-            )
-            pixels = torch.from_numpy(image_crop[covered]).permute(2, 0, 1)
-            jittered = seeded(self.colour_jitter, pixels, int(rng.integers(2**63)))
-            image_crop[covered] = jittered.permute(1, 2, 0).numpy()
+            top, left = (max(0, -start) for start in offset)
+            bottom, right = (size - start for size, start in zip(scaled_size, offset, strict=True))
+            covered = image_crop[top:bottom, left:right]  # without the padding
+            pixels = torch.from_numpy(covered).permute(2, 0, 1)
+            covered[:] = seeded(self.colour_jitter, pixels, int(rng.integers(2**63))).permute(1, 2, 0).numpy()
         if mirrored:
             image_crop = _with_channels(cv2.flip(image_crop, 1))
             label_crop = cv2.flip(label_crop, 1)
@@ -95,7 +94,7 @@ class TrainingTransform:
         scale = rng.uniform(*self.scale)
         scaled_size = scale_size(size, scale * base_scale(size, self.base_size))
         top, left = (
-            int(rng.integers(*_offsets(*axis)))
+            int(rng.integers(*_start_range(*axis)))
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
         )
         return scaled_size, (top, left), mirrored
@@ -148,7 +147,7 @@ def scaled_pixel(pixel: int, original: int, size: int) -> int:
     return (2 * pixel + 1) * size // (2 * original)
 
 
-def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
+def _start_range(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
     """Along one axis: the half-open range of the crop's start. The crop lies inside the scaled image or contains it."""
     low, high = min(0, size - crop), max(0, size - crop)
     if pixel is not None:
@@ -184,11 +183,8 @@ def scale_and_crop(
         for original, size, start, crop in zip(image.shape[:2], scaled_size, offset, crop_size, strict=True)
     )
     pixels = image[rows.needed, cols.needed]
-    if (rows.block, cols.block) != (1, 1):  # blocks that reach beyond the image are filled with its last pixels
-        below, beside = -pixels.shape[0] % rows.block, -pixels.shape[1] % cols.block
-        pixels = cv2.copyMakeBorder(pixels, 0, below, 0, beside, cv2.BORDER_REPLICATE) if below or beside else pixels
-        size = pixels.shape[1] // cols.block, pixels.shape[0] // rows.block
-        pixels = _with_channels(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))
+    if (rows.block, cols.block) != (1, 1):
+        pixels = _average_blocks(pixels, rows.block, cols.block)
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
     warped = _warp(pixels, matrix, (cols.last - cols.first, rows.last - rows.first))
     nearest = label[rows.needed, cols.needed][rows.nearest].take(cols.nearest, axis=1)
@@ -197,6 +193,16 @@ def scale_and_crop(
         warped = _pad(warped, borders, fill)
         nearest = cv2.copyMakeBorder(nearest, *borders, cv2.BORDER_CONSTANT, value=(IGNORED,))
     return warped, nearest
+
+
+def _average_blocks(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The mean of each block; those that reach beyond the image are filled with its last pixels."""
+    bottom = -pixels.shape[0] % height
+    right = -pixels.shape[1] % width
+    if bottom or right:
+        pixels = cv2.copyMakeBorder(pixels, 0, bottom, 0, right, cv2.BORDER_REPLICATE)
+    size = pixels.shape[1] // width, pixels.shape[0] // height
+    return _with_channels(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA))
 
 
 def _warp(pixels: np.ndarray, matrix: np.ndarray, size: tuple[int, int]) -> np.ndarray:

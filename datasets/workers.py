@@ -171,32 +171,38 @@ def reading_errors(
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
         beginnings = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", NO_THREAD)
         message = next((text for text in _messages(error) if text.startswith(beginnings)), "")
-        if message.startswith((_NO_START, NO_THREAD)):
-            raise ChildProcessError(
-                f"no process that reads images can start ({message.removeprefix(_NO_START)}): it needs a writable "
-                f"/dev/shm, and fewer processes and threads of the user than allowed (ulimit -u, or the container's "
-                f"limit). Change what is missing, or give fewer {workers_key}; {workers_key}=0 needs neither.{advice}"
-            ) from error
-        if "shared memory" in message or "Bus error" in message:
-            usage = shutil.disk_usage("/dev/shm")
-            room = f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
-            raise MemoryError(
-                f"/dev/shm is full ({room}): the processes that read images pass them on there. Give it more (docker "
-                f"run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs none.{advice}"
-            ) from error
-        if message.startswith("Caught MemoryError"):
-            raise MemoryError(
-                f"out of memory in a process that reads images: use smaller crops, or fewer {workers_key}"
-            ) from error
-        if message.startswith("DataLoader worker"):
-            died = message.splitlines()[0].strip()  # a configuration that is being read adds lines about its keys
-            raise ChildProcessError(
-                f"a process that reads images died: {died} If the machine ran out of memory, or of processes and "
-                f"threads (ulimit -u), use fewer {workers_key}.{advice}"
-            ) from error
-        raise
+        explanation = _explanation(message, workers_key, advice)
+        if explanation is None:
+            raise
+        raise explanation from error
     finally:
         _limit = outer_limit
+
+
+def _explanation(message: str, workers_key: str, advice: str) -> Exception | None:
+    """The error that says what to do about a message of PyTorch's workers; None for other messages."""
+    if message.startswith((_NO_START, NO_THREAD)):
+        return ChildProcessError(
+            f"no process that reads images can start ({message.removeprefix(_NO_START)}): it needs a writable "
+            f"/dev/shm, and fewer processes and threads of the user than allowed (ulimit -u, or the container's "
+            f"limit). Change what is missing, or give fewer {workers_key}; {workers_key}=0 needs neither.{advice}"
+        )
+    if "shared memory" in message or "Bus error" in message:
+        usage = shutil.disk_usage("/dev/shm")
+        room = f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
+        return MemoryError(
+            f"/dev/shm is full ({room}): the processes that read images pass them on there. Give it more (docker "
+            f"run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs none.{advice}"
+        )
+    if message.startswith("Caught MemoryError"):
+        return MemoryError(f"out of memory in a process that reads images: use smaller crops, or fewer {workers_key}")
+    if message.startswith("DataLoader worker"):
+        died = message.splitlines()[0].strip()  # a configuration that is being read adds lines about its keys
+        return ChildProcessError(
+            f"a process that reads images died: {died} If the machine ran out of memory, or of processes and "
+            f"threads (ulimit -u), use fewer {workers_key}.{advice}"
+        )
+    return None
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:

@@ -211,14 +211,14 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     notes = [
         f"{description}: {first_of([*map(str, files)])}"
         for description, files in (
-            (f"left out {len(labels.alone)} labels without an image", labels.alone),
-            (f"{len(labels.without)} images have no label, so no training takes them", labels.without),
+            (f"left out {len(labels.unpaired)} labels without an image", labels.unpaired),
+            (f"{len(labels.unlabelled)} images have no label, so no training takes them", labels.unlabelled),
             (f"{len(label_counts.other_sizes)} labels are of another size than their image", label_counts.other_sizes),
         )
         if files
     ]
     void = [] if config.ignored is None else [config.ignored]
-    notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.without, labels.alone)))
+    notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.unlabelled, labels.unpaired)))
     notes += about_unlisted(unlisted_names(file.parent, labels))
     notes += filter(None, [label_counts.palettes.about_grays()])
     notes += settle_kind(label_counts, void, config.gray)

@@ -725,7 +725,7 @@ def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root
     label_files = folder_labels(nested, options)
     assert (
         len(label_files.images) == len(folder(root, "train")) + len(folder(root, "val"))
-        and not label_files.alone + label_files.without
+        and not label_files.unpaired + label_files.unlabelled
     )
     with pytest.raises(ValueError, match="holds the splits train, val as folders: train on these, without lists"):
         sources_of(nested, label_files, ["train", "val"], 2, None, "group")
