@@ -81,7 +81,7 @@ class Operator(NamedTuple):
         leaves = (leaf for part in self.arguments for leaf in (part if type(part) is tuple else (part,)))
         return computing_device(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
 
-    def run(self) -> Callable[[], Any]:
+    def call_on_ones(self) -> Callable[[], Any]:
         """A function that makes the call on tensors of ones, allocated here."""
         arguments = [_allocated(argument) for argument in self.arguments]
         if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
@@ -173,7 +173,7 @@ class Cost(NamedTuple):
 
 
 # The results (`TensorSpec`s, and constants) and seconds of an operator's first call, which warms up caches of kernels.
-_first: dict[Operator, tuple[Any, float]] = {}
+_first_runs: dict[Operator, tuple[Any, float]] = {}
 _costs: dict[Operator, Cost] = {}
 
 
@@ -183,7 +183,7 @@ def measure(operators: Iterable[Operator]) -> None:
     An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one out of memory is tried again.
     """
     new = [operator for operator in dict.fromkeys(operators) if operator not in _costs]
-    with _measured({operator.device for operator in new}):
+    with _measuring({operator.device for operator in new}):
         _measure_on_cpu([operator for operator in new if operator.device.type == "cpu"])
         for operator in new:
             if operator.device.type != "cpu":
@@ -197,24 +197,24 @@ def _measure_on_cpu(operators: Sequence[Operator]) -> None:
     runs: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
     peaks = _peaks_on_cpu(lambda: runs.update(_run_marked(operators)))
     for (operator, (size, seconds)), peak in zip(runs.items(), peaks[1::2], strict=True):
-        _costs[operator] = Cost(min(seconds, _first[operator][1]), max(0, peak - size))
+        _costs[operator] = Cost(min(seconds, _first_runs[operator][1]), max(0, peak - size))
 
 
 def _measure_on_device(operator: Operator) -> None:
     """Note the cost of an operator that does not run on the CPU."""
-    call = _warmed(operator)
+    call = _warmed_call(operator)
     if call is None:
         return
     results: list[Any] = []
     peak = peak_bytes(lambda: results.append(call()), operator.device)
-    seconds = min(seconds_of(call, operator.device)[1], _first[operator][1])
+    seconds = min(seconds_of(call, operator.device)[1], _first_runs[operator][1])
     _costs[operator] = Cost(seconds, max(0, peak - sum(tensor.nbytes for tensor in tensors_in(results))))
 
 
 def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple[int, float]]]:
     """Run each operator between two events `_BEGINS`; yields the bytes of its results, and its seconds."""
     for operator in operators:
-        call = _warmed(operator)
+        call = _warmed_call(operator)
         if call is not None:
             with torch.profiler.record_function(_BEGINS):
                 pass
@@ -228,13 +228,13 @@ def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple
             yield operator, (size, seconds)
 
 
-def _warmed(operator: Operator) -> Callable[[], Any] | None:
-    """`Operator.run`, after a first call in this process; None if it fails."""
+def _warmed_call(operator: Operator) -> Callable[[], Any] | None:
+    """`Operator.call_on_ones`, after a first call in this process; None if it fails."""
     try:
-        call = operator.run()
-        if operator not in _first:
+        call = operator.call_on_ones()
+        if operator not in _first_runs:
             result, seconds = seconds_of(call, operator.device)
-            _first[operator] = tree_map(spec_of, result), seconds
+            _first_runs[operator] = tree_map(spec_of, result), seconds
         return call
     except torch.OutOfMemoryError:
         return None
@@ -250,14 +250,14 @@ def cost_of(operator: Operator) -> Cost | None:
 
 def results_of(operator: Operator) -> Any:
     """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others. None if it fails on ones."""
-    if operator not in _first and operator not in _costs:
-        with _measured({operator.device}):
-            _warmed(operator)
-    return _first[operator][0] if operator in _first else None
+    if operator not in _first_runs and operator not in _costs:
+        with _measuring({operator.device}):
+            _warmed_call(operator)
+    return _first_runs[operator][0] if operator in _first_runs else None
 
 
 @contextmanager
-def _measured(devices: set[torch.device]) -> Iterator[None]:
+def _measuring(devices: set[torch.device]) -> Iterator[None]:
     """Context for measuring: outside all modes, one thread at a time. Random states are kept.
 
     Gradients are enabled, but no tensor needs one: where they are not, LSTMs return no workspace. Python collects no
@@ -275,17 +275,17 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, floa
         began = time.perf_counter()
         result = call()
         return result, time.perf_counter() - began
-    result, seconds = _synchronised(call, device)
+    result, seconds = _run_synchronised(call, device)
     return result, max(0.0, seconds - _launch_seconds(device))
 
 
-def seconds_again(call: Callable[[], Any], device: torch.device) -> float:
+def shortest_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The shortest of three calls in seconds, after one that warms up memory, caches and the choice of algorithms."""
     call()
     return min(seconds_of(call, device)[1] for _ in range(3))
 
 
-def _synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+def _run_synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -298,7 +298,7 @@ def _launch_seconds(device: torch.device) -> float:
     """Seconds to launch one kernel and wait for it, an overhead that consecutive kernels do not have."""
     with without_function_modes():
         number = torch.zeros((), device=device)
-        return min(_synchronised(number.zero_, device)[1] for _ in range(10))
+        return min(_run_synchronised(number.zero_, device)[1] for _ in range(10))
 
 
 @cache
@@ -313,7 +313,8 @@ def host_seconds() -> float:
         return seconds_of(lambda: torch.autograd.grad(y.sum(), x), torch.device("cpu"))[1]
 
     with torch.enable_grad(), without_dispatch_modes(), without_function_modes():
-        repeating, plain = (min(chain(unpack) for _ in range(5)) for unpack in (_sine, lambda tensor: tensor))
+        repeating = min(chain(_sine) for _ in range(5))
+        plain = min(chain(lambda tensor: tensor) for _ in range(5))
     return max(repeating - plain, 0.0) / _REPEATED
 
 
@@ -333,22 +334,22 @@ def work_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
     return moved, operations(*args, **kwargs, out_val=result)
 
 
-_stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=None)
+_timed_device: ContextVar[torch.device | None] = ContextVar("timed_device", default=None)
 
 
 @contextmanager
 def times_of(device: str) -> Iterator[None]:
     """Context in which calls on fake tensors are timed as on this device, not their own; "meta": a typical GPU."""
-    token = _stands_for.set(torch.device(device))
+    token = _timed_device.set(torch.device(device))
     try:
         yield
     finally:
-        _stands_for.reset(token)
+        _timed_device.reset(token)
 
 
 def seconds_for(moved: int, operations: int, result: "Tensor | TensorSpec") -> float:
     """Seconds for this many bytes and operations, on the device of a result."""
-    per_second, operations_per_second = _rates(_stands_for.get() or result.device, result.dtype)
+    per_second, operations_per_second = _rates(_timed_device.get() or result.device, result.dtype)
     return moved / per_second + operations / operations_per_second
 
 
@@ -367,6 +368,6 @@ def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
         source = torch.zeros(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         square = torch.zeros(width, width, dtype=dtype, device=device)
-        copying = seconds_again(lambda: target.copy_(source), device)
-        multiplying = seconds_again(lambda: square @ square, device)
+        copying = shortest_seconds(lambda: target.copy_(source), device)
+        multiplying = shortest_seconds(lambda: square @ square, device)
     return 2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9)

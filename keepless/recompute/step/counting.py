@@ -106,7 +106,7 @@ class Counting(Trace):
         self._coming: list[tuple[int, tuple[Event, int]]] = []  # see `Step.coming`
         self._staying: list[int] = []  # memories of gradients that stay, if they come
 
-    def leaves_forward(self) -> None:
+    def leave_forward(self) -> None:
         self.call_starts.append((next_node_number(), "the loss", None))
         self._copies = {}
         self._packs = {}
@@ -219,14 +219,14 @@ class Counting(Trace):
         events = [event.event if isinstance(event, Gone) else event for event in self.events]
         for index, (event, number) in enumerate(events):
             if event == Event.BUSY:
-                events[index] = event, 0 if number < 0 else _temporaries(self.operators[number])
+                events[index] = event, 0 if number < 0 else _temporary_bytes(self.operators[number])
         ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
         staying = [(ends[memory], (Event.BUSY, 0)) for memory in self._staying if memory in ends]
         host = host_seconds() if self.measures else 0.0
         operations = [ran.operations for ran in self.operators]
         step = self.step_of(events, list(map(_seconds, self.operators)), operations, host)
         coming = [*self._coming, *staying]
-        return step._replace(places=self._named(network), gradients=self.gradient_bytes, coming=coming)
+        return step._replace(places=self._named_places(network), gradients=self.gradient_bytes, coming=coming)
 
     def note_temporary(self, size: int, like: Tensor) -> None:
         """Note so many bytes that are needed for a moment."""
@@ -241,7 +241,7 @@ class Counting(Trace):
         _, call, module = self.call_starts[number - 1] if number else (0, function, None)
         self.places.append((len(self.events), call, module))
 
-    def _named(self, network: nn.Module) -> list[tuple[int, str]]:
+    def _named_places(self, network: nn.Module) -> list[tuple[int, str]]:
         """See `Step.places`."""
         modules = network.named_modules()
         names = {id(module): f" in {name or 'the network'} ({type(module).__name__})" for name, module in modules}
@@ -293,7 +293,7 @@ def _seconds(ran: RunOperator) -> float:
     return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
 
 
-def _temporaries(ran: RunOperator) -> int:
+def _temporary_bytes(ran: RunOperator) -> int:
     """Temporary bytes."""
     cost = None if ran.operator is None else cost_of(ran.operator)
     return ran.temporaries if cost is None else cost.temporaries
@@ -362,7 +362,7 @@ class Allocations(MadeTensors):
         name = function.overloadpacket.__name__
         is_fake = any(isinstance(argument, FakeTensor) for argument in arguments)
         if is_fake and name in _SLOW and self.counting.measures:
-            as_real = self._as_real(function, args, kwargs)
+            as_real = self._like_real_results(function, args, kwargs)
             if as_real is not None:
                 return as_real
         result = function(*args, **kwargs)
@@ -373,10 +373,10 @@ class Allocations(MadeTensors):
         is_usual = all(argument.is_contiguous() for argument in arguments) and name not in WITH_WORKSPACE
         if is_usual or torch.Tag.pointwise in function.tags or arguments[0] is result:
             return result
-        as_real = self._as_real(function, args, kwargs)
+        as_real = self._like_real_results(function, args, kwargs)
         return result if as_real is None else as_real
 
-    def _as_real(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _like_real_results(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Fake tensors like the operator's results on real tensors; None if these are unknown."""
         operator = operator_of(function, args, kwargs)
         results = None if operator is None else results_of(operator)
@@ -401,7 +401,7 @@ class Allocations(MadeTensors):
         self.counting.operators.append(RunOperator(operator, moved, operations, spec_of(results[0]), temporaries))
 
 
-class Recorded(Recording):
+class CountedRecording(Recording):
     """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later.
 
     `frame`: see `Recording`.
@@ -413,7 +413,7 @@ class Recorded(Recording):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.counting.leaves_forward()
+        self.counting.leave_forward()
 
     def new_registry(self) -> Counting:
         return self.counting

@@ -26,8 +26,8 @@ from ...torch_internals import (
     without_cached_weights,
 )
 from .costs import TensorSpec
-from .counting import Counting, Recorded
-from .sharded import attributes_without_fsdp2, is_sharded, without_fsdp2
+from .counting import CountedRecording, Counting
+from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
 from .step import Step
 from .trace import nodes_of
 
@@ -80,7 +80,7 @@ def counted_step(
     with _placeholder_gradients(parameters), ExitStack() as hooks:
         for handle in counting.watch_gradients(parameters):
             hooks.enter_context(handle)
-        with counting.allocations, Recorded(counting):
+        with counting.allocations, CountedRecording(counting):
             outputs = network(*args, **kwargs)
         with counting.allocations:
             counting.forward_ends(tensors_in(outputs))
@@ -143,7 +143,7 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
 
 
-class _Alone(nn.Module):
+class _SilentDDP(nn.Module):
     """A `DistributedDataParallel` that does not communicate."""
 
     module: nn.Module
@@ -152,7 +152,7 @@ class _Alone(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class _Dry(FakeTensorMode):
+class _DryMode(FakeTensorMode):
     """A fake tensor mode whose tensors raise an error if they are used after it has ended."""
 
     has_ended = False
@@ -167,7 +167,7 @@ class _Dry(FakeTensorMode):
         return super().__torch_dispatch__(function, types, args, kwargs) if result is NotImplemented else result
 
 
-class _Apart(TorchDispatchMode):
+class _IsolatingMode(TorchDispatchMode):
     """Sends nothing to other processes, and refuses operators that read the tensors of the network itself."""
 
     def __init__(self, network: nn.Module):
@@ -206,31 +206,31 @@ def on_copy(
     if is_fake:
         tensors = [*network.parameters(), *network.buffers(), *tensors_in((args, kwargs))]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        mode = fakes[0].fake_mode if fakes else _Dry(allow_non_fake_inputs=True)
-        memo = _faked_tensors(mode, network, tensors)
+        mode = fakes[0].fake_mode if fakes else _DryMode(allow_non_fake_inputs=True)
+        memo = _fakes_by_id(mode, network, tensors)
     else:
         inputs = tensors_in((args, kwargs))
         memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs}
-    sharded = without_fsdp2(network, mode, memo)
+    sharded = add_copies_without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
     try:
         with with_dispatch_modes_off():
-            copied = _copied(network, args, kwargs, sharded, memo)
-            with _as_before(is_fake), without_cached_weights(), mode, _Apart(network):
+            copied = _deep_copies(network, args, kwargs, sharded, memo)
+            with _program_state_kept(is_fake), without_cached_weights(), mode, _IsolatingMode(network):
                 return run(*copied)
     finally:
-        if isinstance(mode, _Dry):
+        if isinstance(mode, _DryMode):
             mode.has_ended = True
             forget_originals(mode)  # programs cannot swap parameters that have weak references
 
 
-def _copied(
+def _deep_copies(
     network: Network, args: Any, kwargs: Any, sharded: list[tuple[nn.Module, nn.Module]], memo: dict[int, Any]
 ) -> tuple[Network, Any, Any]:
     """Copy a network and its arguments. RuntimeError if that is impossible."""
     parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
-    memo |= {id(module): object.__new__(_Alone) for module in parallel}
+    memo |= {id(module): object.__new__(_SilentDDP) for module in parallel}
     try:
         for module, empty in sharded:
             vars(empty).update(copy.deepcopy(attributes_without_fsdp2(module), memo))
@@ -246,17 +246,17 @@ def _copied(
     return copied
 
 
-def _faked_tensors(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
+def _fakes_by_id(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     """Fake tensors like these, by their ids; parameters of a network are parameters."""
     fakes: dict[int, Any] = {}
     for tensor in tensors:
-        fakes[id(tensor)] = _faked(mode, tensor.detach()).requires_grad_(tensor.requires_grad)
+        fakes[id(tensor)] = _fake_like(mode, tensor.detach()).requires_grad_(tensor.requires_grad)
     for parameter in network.parameters():
         fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)].detach(), parameter.requires_grad)
     return fakes
 
 
-def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake tensor like this one; on the CPU for one on meta. One that is fake already gets memory of its own."""
     if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
@@ -268,7 +268,7 @@ def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _as_before(is_fake: bool) -> Iterator[None]:
+def _program_state_kept(is_fake: bool) -> Iterator[None]:
     """Context that restores random states, and leaves the program's weights in autocast's cache; errors are not logged.
 
     Real weights of the copy are not cached: the cache would hold them until the program leaves autocast.

@@ -31,22 +31,22 @@ def annealed(
     for number in range(trials):
         if number == int(_BACK * trials):
             trial = best
-        worse = scale * temperature * (COLD / temperature) ** (number / trials) * -math.log(1 - draw.random())
-        allowed = trial.seconds + price * max(0, trial.peak - limit) + worse
-        changed = {i for i in _drawn(draw, trial.kept, free) if trial.consumers[i]}
-        least = trial.seconds + sum(simulation.seconds[i] * (1 if trial.kept[i] else -_CHAIN) for i in changed)
-        if changed and least <= allowed:  # otherwise it is hopeless
+        extra_cost = scale * temperature * (COLD / temperature) ** (number / trials) * -math.log(1 - draw.random())
+        allowed_cost = trial.seconds + price * max(0, trial.peak - limit) + extra_cost
+        changed = {i for i in _drawn_values(draw, trial.kept, free) if trial.consumers[i]}
+        least_seconds = trial.seconds + sum(simulation.seconds[i] * (1 if trial.kept[i] else -_CHAIN) for i in changed)
+        if changed and least_seconds <= allowed_cost:  # otherwise it is hopeless
             price *= _RISES if trial.peak > limit else 1 / _RISES
             new_kept = [is_kept != (i in changed) for i, is_kept in enumerate(trial.kept)]
             new_trial = simulation.run(simulation.extended(new_kept))
-            if new_trial.seconds + price * max(0, new_trial.peak - limit) <= allowed:
+            if new_trial.seconds + price * max(0, new_trial.peak - limit) <= allowed_cost:
                 trial = new_trial
                 if trial.peak <= limit and trial.seconds < best.seconds:
                     best = trial
     return best.kept
 
 
-def _drawn(draw: Random, kept: Sequence[bool], free: Sequence[int]) -> set[int]:
+def _drawn_values(draw: Random, kept: Sequence[bool], free: Sequence[int]) -> set[int]:
     """Values to keep instead of dropping, or to drop instead of keeping."""
     position = draw.randrange(len(free))
     first = free[position]

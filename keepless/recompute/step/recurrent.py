@@ -20,7 +20,7 @@ def with_workspace(function: OpOverload, args: Sequence[Any], kwargs: dict[str, 
     """
     if function.overloadpacket.__name__ not in WITH_WORKSPACE:
         return result
-    size = _extrapolated(operator_of(function, args, kwargs), _workspace)
+    size = _extrapolated_bytes(operator_of(function, args, kwargs), _workspace_bytes)
     if size is None:
         raise ValueError(
             f"{function} keeps a workspace whose size only real tensors tell, and it does not run on this machine's "
@@ -33,10 +33,10 @@ def temporaries_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, 
     """Temporary bytes of a recurrent layer, forward or backward, on tensors that may be fake; 0 for other operators."""
     if function.overloadpacket.__name__.removesuffix("_backward") not in WITH_WORKSPACE:
         return 0
-    return _extrapolated(operator_of(function, args, kwargs), _temporaries) or 0
+    return _extrapolated_bytes(operator_of(function, args, kwargs), _temporary_bytes) or 0
 
 
-def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int | None]) -> int | None:
+def _extrapolated_bytes(operator: Operator | None, bytes_of: Callable[[Operator], int | None]) -> int | None:
     """Bytes of a recurrent layer.
 
     On the CPU they grow linearly with the time steps and the sequences, so few of both are measured.
@@ -49,20 +49,21 @@ def _extrapolated(operator: Operator | None, bytes_of: Callable[[Operator], int 
     is_long = steps > 2 * _SAMPLE
     size = steps if is_long else sequences
     samples = [
-        _resized(operator, *((count, sequences) if is_long else (steps, count))) for count in (_SAMPLE, 2 * _SAMPLE)
+        _resized_layer(operator, count, sequences) if is_long else _resized_layer(operator, steps, count)
+        for count in (_SAMPLE, 2 * _SAMPLE)
     ]
-    small, large = (_extrapolated(sample, bytes_of) for sample in samples)
+    small, large = (_extrapolated_bytes(sample, bytes_of) for sample in samples)
     return None if small is None or large is None else small + (large - small) * (size - _SAMPLE) // _SAMPLE
 
 
-def _resized(operator: Operator, steps: int, sequences: int) -> Operator:
+def _resized_layer(operator: Operator, steps: int, sequences: int) -> Operator:
     """oneDNN's layer, forward or backward, on so many time steps and sequences."""
     shape: tuple[int, ...]
     arguments = list(operator.arguments)
     for i, argument in enumerate(arguments):
         if isinstance(argument, TensorSpec) and i not in range(1, 5):  # the weights
             if argument.dtype is torch.uint8:
-                shape = (_workspace(_forward_of(arguments)) or 0,)
+                shape = (_workspace_bytes(_forward_of(arguments)) or 0,)
             else:
                 shape = (steps, sequences, argument.shape[-1])[-len(argument.shape) :]
             stride = torch.empty(shape, device="meta").stride()
@@ -77,12 +78,12 @@ def _forward_of(arguments: Sequence[Any]) -> Operator:
     return Operator(torch.ops.aten.mkldnn_rnn_layer.default, forward, ())
 
 
-def _workspace(operator: Operator) -> int | None:
+def _workspace_bytes(operator: Operator) -> int | None:
     results = results_of(operator)
     return None if results is None else sum(spec.size for spec in results if spec.dtype is torch.uint8)
 
 
-def _temporaries(operator: Operator) -> int | None:
+def _temporary_bytes(operator: Operator) -> int | None:
     measure([operator])
     cost = cost_of(operator)
     return None if cost is None else cost.temporaries

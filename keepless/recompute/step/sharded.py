@@ -29,7 +29,7 @@ def may_have_buckets() -> bool:
     return around is None or around.gradient_as_bucket_view
 
 
-def without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+def add_copies_without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
     """The modules that FSDP2 has sharded, each with an empty object of the class that it had before.
 
     Adds these objects to the memo, and whole parameters in the dtype in which FSDP2 gathers them.

@@ -47,7 +47,10 @@ class Snapshot:
         """Put the state back, in the same objects."""
         for container, members in self.containers.values():
             container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(members)
+            if isinstance(container, (list, deque)):
+                container.extend(members)
+            else:
+                container.update(members)
         for tensor, gradient in self.gradients:
             tensor.grad = gradient
         for tensor, values in self.values:
@@ -64,7 +67,7 @@ class Snapshot:
 
 
 def _random_states() -> tuple[list[Tensor], Any, Any]:
-    """Of PyTorch on the CPU and on CUDA devices, of Python, and of NumPy if it is imported."""
+    """The random states of PyTorch (of the CPU, then of CUDA devices), of Python, and of NumPy if it is imported."""
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     numpy = sys.modules.get("numpy")
     return [torch.get_rng_state(), *on_cuda], random.getstate(), numpy and numpy.random.get_state()

@@ -87,11 +87,11 @@ class Trace(Registry):
         self.saved: list[Save] = []
         self.events: list[tuple[Event, int] | Gone] = []
         self.calls: list[tuple[Any, int]] = []
-        self.total = 0  # bytes of all results so far
+        self.result_bytes = 0  # bytes of all results so far
         self.forward = -1  # number of events in the forward pass, once it has ended
         self._pass: weakref.ref[Any] | None = None  # what the running backward pass calls at its end
-        self.costly: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
-        self.open: list[Gone] = []  # saved tensors that autograd holds
+        self.call_spans: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
+        self.open_saves: list[Gone] = []  # saved tensors that autograd holds
         self.operators: list[Any] = []  # that have run, as the subclass notes them
         self._earlier_memories: ByStorage[int] = ByStorage()  # which existed before the step
 
@@ -214,13 +214,15 @@ class Trace(Registry):
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Note the values that a call with a rule gives a plan to choose from."""
         number = len(self.calls)
-        self.total += result.nbytes
-        self.calls.append((call.function, self.total))
+        self.result_bytes += result.nbytes
+        self.calls.append((call.function, self.result_bytes))
         again = how_to_repeat(self, rule, call, result)
-        mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
+        mask = None
+        if call.row.mask is not None and call.inside:
+            mask = how_to_repeat(self, call.row.mask, call, result)
         value = self.names.find(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
-        span = _span(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
+        span = _span_of_call(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
         draws = any(recipe is not None and recipe.draws for recipe in (again, mask))
         state = self._random_state(result) if draws else ()
         inputs = () if again is None else _inputs(again) + (state if again.draws else ())
@@ -228,18 +230,16 @@ class Trace(Registry):
             self.values[value.number] = self._step_value(Kind.KEPT, result, (), number)
         elif not parts or call.row.mask is not None:
             self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, again)
-            self.costly.append((value.number, span))
+            self.call_spans.append((value.number, span))
         else:  # it makes them all at once
             self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, leader=parts[0])
             self._note_inside(parts, inputs, Flag.AGAIN, number)
             memories = {self.values[i].memory for i in (*parts, value.number)}
-            self.costly.append((parts[0], span._replace(extra_bytes=sum(self.sizes[memory] for memory in memories))))
+            extra_bytes = sum(self.sizes[memory] for memory in memories)
+            self.call_spans.append((parts[0], span._replace(extra_bytes=extra_bytes)))
         if mask is not None:
-            arguments = tensors_in(call.arguments)
-            layout = sum(argument.nbytes for argument in arguments if not mask_needs_only_shape(argument))
             self._note_inside(parts, _inputs(mask) + state, Flag.MASK, number)
-            span = span._replace(end_event=span.first_event, extra_bytes=2 * result.nbytes + layout)
-            self.costly.append((parts[0], span))
+            self.call_spans.append((parts[0], _span_of_mask(span, call, result)))
         for saved in call.replaceable:
             saved.read_instead(value)
             self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
@@ -314,7 +314,7 @@ class Trace(Registry):
     def _note_held(self, packed: Any, begin: Event, end: Event, number: int) -> None:
         """Note that something is held from now on, until autograd drops `packed`."""
         self.events.append((begin, number))
-        self.open.append(Gone(packed, self.events, (end, number)))
+        self.open_saves.append(Gone(packed, self.events, (end, number)))
 
     @ends_watch
     def note_read(self, save: int) -> None:
@@ -354,7 +354,7 @@ class Trace(Registry):
         leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(self.values)]
         save_counts = Counter(leaders[save.value] for save in self.saved if save.value >= 0)
         host_costs = [host * (_REPEATS + _SAVES * save_counts[number]) for number in range(len(self.values))]
-        for number, span in self.costly:
+        for number, span in self.call_spans:
             self._change(
                 number,
                 seconds=sum(seconds[span.first_operator : span.end_operator]) + host_costs[number],
@@ -369,7 +369,7 @@ class Trace(Registry):
         return step._replace(seconds=sum(seconds), operations=sum(operations))
 
 
-def _span(call: Call, result: Tensor, end_event: int, end_operator: int) -> _CallSpan:
+def _span_of_call(call: Call, result: Tensor, end_event: int, end_operator: int) -> _CallSpan:
     """The events and operators of a call that has just run."""
     first_event, first_operator = call.began
     if not call.overwrites:
@@ -377,6 +377,12 @@ def _span(call: Call, result: Tensor, end_event: int, end_operator: int) -> _Cal
     # It is repeated out of place. A part that it has overwritten is then laid out with gaps.
     has_gaps = spec_of(result).size > result.nbytes
     return _CallSpan(first_event, first_event, first_operator, end_operator, result.nbytes if has_gaps else 0)
+
+
+def _span_of_mask(span: _CallSpan, call: Call, result: Tensor) -> _CallSpan:
+    """The operators of a call with a mask, and the bytes to draw the mask alone."""
+    layout = sum(argument.nbytes for argument in tensors_in(call.arguments) if not mask_needs_only_shape(argument))
+    return span._replace(end_event=span.first_event, extra_bytes=2 * result.nbytes + layout)
 
 
 def _inputs(recipe: Again | Recipe) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ...inputs import tensors_in
 from ...made_tensors import Change
 from ...saved import is_ordinary
 from ...torch_internals import OpOverload, dispatch_modes, node_number, pop_dispatch_mode, push_dispatch_mode
-from .counting import Allocations, Counting, Recorded
+from .counting import Allocations, CountedRecording, Counting
 from .dry import differentiable
 from .step import Event
 from .trace import ends_watch, nodes_of
@@ -81,7 +81,7 @@ class Watch(Counting):
 
     def is_awaited(self) -> bool:
         """Whether its graph exists, so that its backward pass, or the rest of it, may come."""
-        return any(reference() is not None for reference in self.open)
+        return any(reference() is not None for reference in self.open_saves)
 
     # The backward pass
 
@@ -154,7 +154,7 @@ class _Allocations(Allocations):
             super().note(change)
 
 
-class Watched(Recorded):
+class Watched(CountedRecording):
     """Context of a forward pass of the program that is watched."""
 
     counting: Watch

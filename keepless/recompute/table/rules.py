@@ -65,15 +65,15 @@ def repeated(function: Function, *, may_keep: bool = False, fresh: bool = False)
     """Call a function again with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        again = function if not kwargs else partial(_by_name, function, len(args), tuple(kwargs))
-        arguments = [
-            find(argument, may_keep)
-            if isinstance(argument, Tensor)
-            else _as_tuple(argument)
-            if isinstance(argument, (list, tuple))
-            else argument
-            for argument in (args if not kwargs else (*args, *kwargs.values()))
-        ]
+        again = function if not kwargs else partial(_call_by_name, function, len(args), tuple(kwargs))
+        arguments: list[Any] = []
+        for argument in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(argument, Tensor):
+                arguments.append(find(argument, may_keep))
+            elif isinstance(argument, (list, tuple)):
+                arguments.append(_as_tuple(argument))
+            else:
+                arguments.append(argument)
         return Again(again, arguments, fresh)
 
     return rule
@@ -190,9 +190,9 @@ def _as_tuple(argument: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(argument)
 
 
-def _by_name(function: Function, unnamed: int, names: tuple[str, ...], *arguments: Any) -> Tensor:
+def _call_by_name(function: Function, unnamed_count: int, names: tuple[str, ...], *arguments: Any) -> Tensor:
     """Call a function with so many unnamed arguments, and the others by name."""
-    return function(*arguments[:unnamed], **dict(zip(names, arguments[unnamed:], strict=True)))
+    return function(*arguments[:unnamed_count], **dict(zip(names, arguments[unnamed_count:], strict=True)))
 
 
 def activation(function: Function) -> Rule:
@@ -244,7 +244,7 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Bitwise identical to cuDNN's norm, unlike `normalised`, but it computes the statistics again."""
+    """Normalise by cuDNN again, bitwise as before, unlike `normalised`. It computes the statistics again."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
@@ -315,12 +315,12 @@ def max_pool(dimensions: int) -> Rule:
         if type(node).__name__ not in _MAX_POOLS or not result.numel():
             raise NotRepeated(f"no rule repeats {type(node).__name__}")
         x = find(args[0] if args else kwargs["input"])
-        return Again(_gathered, [x, find.saved(node, "result1"), dimensions], fresh=True)
+        return Again(_maxima_at, [x, find.saved(node, "result1"), dimensions], fresh=True)
 
     return rule
 
 
-def _gathered(x: Tensor, indices: Tensor, dimensions: int) -> Tensor:
+def _maxima_at(x: Tensor, indices: Tensor, dimensions: int) -> Tensor:
     outer_sizes = x.shape[: x.dim() - dimensions]
     pooled_sizes = indices.shape[-dimensions:]
     flat = indices.reshape(*outer_sizes, pooled_sizes.numel())  # no -1, because the batch may be empty
@@ -335,8 +335,8 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     share = dropped_share(node) if type(node).__name__ == "NativeDropoutBackward0" else None
     if share is not None:
-        _scale(x, share)  # NotRepeated if it cannot be measured
-        return Again(_masked, [find(x), find.saved(node, "result1"), share], fresh=True)
+        scale = _scale(x, share)
+        return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
     raise NotRepeated(f"no rule repeats {type(node).__name__}")
 
 
@@ -358,8 +358,9 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
 
 
 def _scale(x: Tensor, share: float) -> float:
+    """The factor of a dropout that drops this share of a tensor. NotRepeated if it cannot be measured."""
     return 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
 
 
-def _masked(x: Tensor, mask: Tensor, share: float) -> Tensor:
-    return (x * mask).mul_(_scale(x, share))
+def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return (x * mask).mul_(scale)

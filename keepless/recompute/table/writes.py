@@ -40,19 +40,24 @@ def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return may_write(function) != NEVER or kwargs.get("out") is not None
 
 
-NEVER, MAYBE, FIRST = range(3)
+NEVER, MAYBE, FIRST = range(3)  # whether calls of a function write over tensors; FIRST: always over the first one
 
 
 @cache
 def may_write(function: Callable[..., Any]) -> int:
-    """Whether calls of a function may write over tensors, besides `out`: never, maybe, or always over the first."""
+    """Whether calls of a function may write over tensors, besides `out`: `NEVER`, `MAYBE` or `FIRST`."""
     if function is F.embedding or function in INPLACE or function in _SETTERS:
         return MAYBE
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return MAYBE if _overwritten_arguments(function) else NEVER
     name = getattr(function, "__name__", "")
-    writes = name in _OPERATORS if name.startswith("__") else name.endswith("_") or bool(_declared_by(name))
-    if not writes or name in _OF_METADATA:
+    if name in _OF_METADATA:
+        return NEVER
+    if name.startswith("__"):
+        writes = name in _OPERATORS
+    else:
+        writes = name.endswith("_") or bool(_declared_by(name))
+    if not writes:
         return NEVER
     return FIRST if _overwritten_arguments(function) is _FIRST else MAYBE
 

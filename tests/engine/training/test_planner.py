@@ -220,7 +220,7 @@ def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
     run = (*WITHIN, leaving(30, devices=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")
     config = planned(*run)
     with monkeypatch.context() as patch:
-        patch.setattr(costs, "seconds_again", lambda *_: pytest.fail("each rank measures other times"))
+        patch.setattr(costs, "shortest_seconds", lambda *_: pytest.fail("each rank measures other times"))
         costs._rates.cache_clear()
         (memory, needed, _), step = within_budget(config, 2, patch)
     assert step.resident["gradients"] == 2 * step.resident["momentum"]

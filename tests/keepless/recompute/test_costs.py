@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless.recompute.step import costs
-from keepless.recompute.step.costs import peak_bytes, seconds_again, seconds_for, seconds_of, work_of
+from keepless.recompute.step.costs import peak_bytes, seconds_for, seconds_of, shortest_seconds, work_of
 
 CUDA = torch.device("cuda", 1)
 
@@ -24,7 +24,7 @@ def ticks(monkeypatch):
 def test_the_first_call_warms_up_and_the_least_of_three_counts(ticks):
     ticks(0, 3, 3, 5, 5, 9)
     calls: list[int] = []
-    assert seconds_again(lambda: calls.append(1), torch.device("cpu")) == 2 and len(calls) == 4
+    assert shortest_seconds(lambda: calls.append(1), torch.device("cpu")) == 2 and len(calls) == 4
 
 
 def test_on_cuda_the_time_of_a_launch_is_taken_off(ticks, monkeypatch):
@@ -53,7 +53,7 @@ def test_fake_tensors_are_priced_by_the_rates_of_their_device(monkeypatch):
         measured.append(call())
         return next(seconds)
 
-    monkeypatch.setattr(costs, "seconds_again", again)
+    monkeypatch.setattr(costs, "shortest_seconds", again)
     costs._rates.cache_clear()
     with FakeTensorMode():
         x = torch.empty(2**10, 2**10, dtype=torch.bfloat16)
@@ -87,14 +87,14 @@ def test_an_operator_is_measured_on_other_tensors():
 def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, runs, monkeypatch):
     """Once to warm up, also if its results were asked for. The second call is the one whose memory is watched."""
     x = torch.randn(64, 1002 + runs)
-    logsumexp, calls, run = operator(torch.ops.aten.logsumexp.default, x, [1]), [], costs.Operator.run
+    logsumexp, calls, run = operator(torch.ops.aten.logsumexp.default, x, [1]), [], costs.Operator.call_on_ones
     monkeypatch.setattr(costs, "_SHORT", short)
 
     def counted(self):
         call = run(self)
         return lambda: calls.append(gc.isenabled()) or call()
 
-    monkeypatch.setattr(costs.Operator, "run", counted)
+    monkeypatch.setattr(costs.Operator, "call_on_ones", counted)
     assert costs.results_of(logsumexp).shape == (64,)
     costs.measure([logsumexp, logsumexp])
     costs.measure([logsumexp])
@@ -104,15 +104,15 @@ def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, run
 
 def test_a_measurement_without_memory_is_made_again_later(monkeypatch):
     x = torch.randn(64, 1001)
-    logsumexp, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.run
+    logsumexp, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.call_on_ones
 
     def fails(self):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(costs.Operator, "run", fails)
+    monkeypatch.setattr(costs.Operator, "call_on_ones", fails)
     costs.measure([logsumexp])
     assert costs.cost_of(logsumexp) is None
-    monkeypatch.setattr(costs.Operator, "run", run)
+    monkeypatch.setattr(costs.Operator, "call_on_ones", run)
     costs.measure([logsumexp])
     assert costs.cost_of(logsumexp).seconds > 0
 

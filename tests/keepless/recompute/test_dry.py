@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, plan, recompute_activations
 from keepless.conversion.activated import merge
-from keepless.recompute.step.dry import _Dry, backward_starts, counted_step, on_copy, rehearsed_step
+from keepless.recompute.step.dry import _DryMode, backward_starts, counted_step, on_copy, rehearsed_step
 from tests.keepless.recompute.ahead import Layers, plans
 
 X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)
@@ -141,7 +141,7 @@ def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
         ]
         return [*where, *kinds]
 
-    assert forms_in(_Dry()) == forms_in(FakeTensorMode())
+    assert forms_in(_DryMode()) == forms_in(FakeTensorMode())
 
 
 @pytest.mark.parametrize("run", [rehearsed_step, partial(on_copy, counted_step, is_fake=False)])

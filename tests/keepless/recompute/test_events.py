@@ -18,7 +18,7 @@ from keepless.recompute.passes.advice import Advice
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.step.counting import Counting, Recorded
+from keepless.recompute.step.counting import CountedRecording, Counting
 from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import Run, Simulation
@@ -148,7 +148,7 @@ def backward(outputs: Any, passes: int) -> None:
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
     counting = Counted(x)
     torch.manual_seed(1)
-    with counting.allocations, Recorded(counting):
+    with counting.allocations, CountedRecording(counting):
         outputs = network(x)
     with counting.allocations:
         counting.forward_ends(tensors_in(outputs))
