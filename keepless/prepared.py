@@ -134,7 +134,7 @@ def share_plans(network: nn.Module) -> None:
     if hooks is None or hooks.signatures.budget is None:
         raise ValueError("share_plans got a network without a budget: call recompute_activations(network, budget=…)")
     if dist.is_initialized():
-        hooks.signatures.share()
+        hooks.signatures.share_plans()
 
 
 def report(network: nn.Module) -> Report:

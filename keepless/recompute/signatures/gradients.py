@@ -36,10 +36,11 @@ class Gradients:
         self._awaited: weakref.ref[Backward] | None = None  # of the last pass before which no gradient was there
         self._has_overlap = False  # several forward passes come before a backward pass
 
-    def needed(self, module: nn.Module) -> tuple[bool, ...]:
-        """Which parameters need gradients. The module is searched again only once one of them is removed.
+    def trained_flags(self, module: nn.Module) -> tuple[bool, ...]:
+        """For each parameter, whether it needs a gradient.
 
-        There is no weak reference to a parameter: `torch.utils.swap_tensors` refuses tensors that have one.
+        The module is searched again only once one of them is removed. There is no weak reference to a parameter:
+        `torch.utils.swap_tensors` refuses tensors that have one.
         """
         if self.parameters:
             try:
@@ -64,7 +65,7 @@ class Gradients:
         awaited = None if self._awaited is None else self._awaited()
         self._has_overlap = self._has_overlap or (awaited is not None and not awaited.has_begun)
 
-    def come(self) -> bool:
+    def are_coming(self) -> bool:
         """Whether each gradient of the next pass takes new memory, and stays there, as far as a parameter shows it.
 
         Not if it is there already, if DDP has memory for it, if an optimiser or post-accumulate hook may take it away,

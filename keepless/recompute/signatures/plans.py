@@ -25,7 +25,7 @@ from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak, simulate
 from ..step.stand_ins import stand_ins
 from ..step.step import Kind, Step
-from ..step.watch import Watch, Watched
+from ..step.watch import Watch, WatchedRecording
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -127,14 +127,14 @@ class Planner:
         gradients; a share is of all that the baseline takes, with the gradients that come.
         """
         step = step._replace(coming=()) if is_sharded(module) else step
-        plan, choice = _within(step, _limit(self.budget, step))
+        plan, choice = _plan_within(step, _limit(self.budget, step))
         coming_plan = plan
         coming_choice = choice
         if step.coming:
             coming_step = step.as_gradients_come()
             limit = _limit(self.budget, coming_step, step.gradients)
             beside = 0 if isinstance(self.budget, float) else step.gradients
-            coming_plan, coming_choice = _within(coming_step, limit, beside, choice)
+            coming_plan, coming_choice = _plan_within(coming_step, limit, beside, choice)
             if (coming_plan.flags, coming_plan.fits, coming_plan.remarks) == (plan.flags, plan.fits, plan.remarks):
                 coming_plan = plan
         _log.info(
@@ -154,7 +154,7 @@ def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
     return budget + gradients if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None = None) -> tuple[Plan, Choice]:
+def _plan_within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None = None) -> tuple[Plan, Choice]:
     """The plan of a step within a limit, with remarks if it may exceed it, and the plan's choice.
 
     `beside`: bytes of gradients, which the user's budget does not count. `first_choice`: the search begins with it.
@@ -168,7 +168,7 @@ def _within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None
             f"smaller batch or shorter inputs"
         )
         return Plan(step.calls, bytes(len(step.calls)), remarks=[(text, text)]), Choice(plain, 0.0, kept)
-    chosen_step, choice = _chosen(step, limit, first_choice)
+    chosen_step, choice = _step_and_choice(step, limit, first_choice)
     plan = choice.plan(chosen_step)
     remarks = _remarks(step, chosen_step, choice, limit - beside, beside)
     peak = plan.plain if plan.plain <= limit else plan.peak  # see `Plan.fits`
@@ -176,7 +176,7 @@ def _within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None
 
 
 def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside: int) -> list[tuple[str, str]]:
-    """The subjects and texts of warnings about a choice. `chosen_step`: see `_chosen`; `beside`: see `_within`."""
+    """The subjects and texts of warnings about a choice of `chosen_step`. `beside`: see `_plan_within`."""
     remarks: list[tuple[str, str]] = []
     least = choice.peak - beside
     peak_with_outputs = simulate(step, choice.kept).peak - beside
@@ -203,29 +203,29 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
     return remarks
 
 
-def _chosen(step: Step, limit: int, first_choice: Choice | None) -> tuple[Step, Choice]:
-    """A step and its best choice.
+def _step_and_choice(step: Step, limit: int, first_choice: Choice | None) -> tuple[Step, Choice]:
+    """The step with its best choice; or, if that exceeds the limit, the step without its outputs, and a choice for it.
 
-    It holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
-    met with them, they are left out; if it is out of reach without them too, the choice with the lowest peak stays.
+    A step holds its outputs to the end, but the program may drop them earlier. If the limit is out of reach without
+    them too, the choice with the lowest peak stays.
     """
-    choice = _best(step, limit, first_choice)
+    choice = _best_choice(step, limit, first_choice)
     if choice.peak <= limit:
         return step, choice
     shorter = step.without_outputs()
     least = simulate(shorter, choice.kept).peak
     if least > _NEAR * limit:
         return shorter, choice._replace(peak=least)
-    return shorter, _best(shorter, limit, first_choice)
+    return shorter, _best_choice(shorter, limit, first_choice)
 
 
-def _best(step: Step, limit: int, first_choice: Choice | None) -> Choice:
-    """The fastest choice within a limit, or the one with the lowest peak. `first_choice`: see `_within`."""
+def _best_choice(step: Step, limit: int, first_choice: Choice | None) -> Choice:
+    """The fastest choice within a limit, or the one with the lowest peak. `first_choice`: see `_plan_within`."""
     choices = frontier(step, limit, start=None if first_choice is None else first_choice.kept)
-    return _fastest(choices, limit) or choices[-1]
+    return _fastest_choice(choices, limit) or choices[-1]
 
 
-def _fastest(choices: Sequence[Choice], limit: int) -> Choice | None:
+def _fastest_choice(choices: Sequence[Choice], limit: int) -> Choice | None:
     """The fastest choice within a limit. `choices`: as `frontier` sorts them."""
     return next((choice for choice in choices if choice.peak <= limit), None)
 
@@ -314,9 +314,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
         warn("plan got a network in eval mode, whose step holds less than a training step: call network.train() first")
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
-    for budget in budgets or ():
-        checked(budget)  # raises before the step runs
-    args, kwargs = tree_map(_apart, arguments_of(example))
+    amounts = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
+    args, kwargs = tree_map(_detached, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
     gradients = 0
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -324,7 +323,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     if step.coming and not has_gradients:
         gradients = step.gradients
         step = step.as_gradients_come()
-    limits = [_limit(checked(budget), step, gradients) for budget in (_SHARES if budgets is None else budgets)]
+    limits = [_limit(amount, step, gradients) for amount in amounts]
     choices = frontier(step, budgets=limits)
     least = choices[-1].peak
     if budgets is None:
@@ -332,9 +331,9 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     simulation = Simulation(step)
     rows: list[BudgetRow] = []
     for limit in limits:
-        choice = _fastest(choices, limit)
+        choice = _fastest_choice(choices, limit)
         if choice is not None and limit > gradients:
-            row = _row(limit - gradients, step, choice, simulation)
+            row = _budget_row(limit - gradients, step, choice, simulation)
             if budgets is None and rows and rows[-1][1:] == row[1:]:
                 rows.pop()  # of a larger budget with the same plan
             rows.append(row)
@@ -345,7 +344,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     return Frontier(plain_peak(step), least - gradients, rows, gradients)
 
 
-def _row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:
+def _budget_row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:
     outcome = simulation.run(choice.kept)
     values = zip(step.values, choice.kept, outcome.consumers, strict=True)
     recomputed = sum(value.operations for value, is_kept, consumers in values if consumers and not is_kept)
@@ -353,7 +352,7 @@ def _row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> Bud
     return BudgetRow(budget, choice.peak, kept, recomputed / max(step.operations, 1), choice.seconds / step.seconds)
 
 
-def _apart(leaf: Any) -> Any:
+def _detached(leaf: Any) -> Any:
     """An argument as a leaf, detached from its graph."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
@@ -367,11 +366,11 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
-def watched_pass(module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None) -> Watched:
+def watched_pass(module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None) -> WatchedRecording:
     """The context of a forward pass, called by this frame, whose step is watched."""
     tensors = [*module.parameters(), *inputs]
     has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
-    return Watched(Watch(inputs, has_values), frame)
+    return WatchedRecording(Watch(inputs, has_values), frame)
 
 
 def step_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
@@ -397,7 +396,7 @@ def _watch_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         with recording:
             outputs = module(*args, **kwargs)
         losses = [start.square().mean() for start in differentiable(outputs)]
-        recording.counting.awaits(module, outputs)
+        recording.counting.await_backward(module, outputs)
         leaves = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
         del outputs, losses

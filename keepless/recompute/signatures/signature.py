@@ -77,7 +77,7 @@ class Signature:
         self.functions = frozenset[Any]()  # of calls that recorded passes lack
         self.is_unlike = False  # the last pass had more nodes, or a new function
 
-    def must_be_recorded(self, bytes: int) -> bool:
+    def must_be_recorded(self, pass_bytes: int) -> bool:
         """Whether the next pass, with inputs of so many bytes, is recorded by the rules: no unusual pass decides long.
 
         Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
@@ -86,24 +86,24 @@ class Signature:
         """
         number = self.passes + 1
         k = number.bit_length() - 1
-        return self.is_unlike or number == k + 2**k or bytes > 2 * self.most_bytes
+        return self.is_unlike or number == k + 2**k or pass_bytes > 2 * self.most_bytes
 
-    def record(self, bytes: int) -> None:
+    def record(self, pass_bytes: int) -> None:
         """Let the next pass, with inputs of so many bytes, be recorded by the rules."""
-        self.most_bytes = max(self.most_bytes, bytes)
+        self.most_bytes = max(self.most_bytes, pass_bytes)
         self.is_unlike = False
         self.forget_advice()
 
     def note_functions(self, functions: Iterable[Any]) -> None:
         """Note that a pass had calls of these functions that recorded ones lack."""
-        count = len(self.functions)
-        self.functions = self.functions.union(functions)
-        self.is_unlike = self.is_unlike or len(self.functions) > count
+        new_functions = frozenset(functions) - self.functions
+        self.functions |= new_functions
+        self.is_unlike = self.is_unlike or bool(new_functions)
 
-    def note_nodes(self, nodes: int) -> None:
+    def note_nodes(self, node_count: int) -> None:
         """Note that a pass had a longer graph than recorded ones."""
-        self.is_unlike = nodes > self.most_nodes
-        self.most_nodes = max(self.most_nodes, nodes)
+        self.is_unlike = node_count > self.most_nodes
+        self.most_nodes = max(self.most_nodes, node_count)
 
     def forget_advice(self) -> None:
         self.advice = None

@@ -25,9 +25,9 @@ from ..passes.advice import Advice
 from ..passes.advised import Advised
 from ..passes.plan import MORE, ByPlan
 from ..passes.recording import Recording
-from ..step.costs import measures
+from ..step.costs import is_measuring
 from ..step.sharded import is_sharded
-from ..step.watch import State, Watch, Watched
+from ..step.watch import State, Watch, WatchedRecording
 from .gradients import Backward, Gradients
 from .plans import Planner, Plans, step_of_example, watched_pass
 from .signature import Lesson, Origin, Signature, Size
@@ -45,7 +45,7 @@ _PROFILED = "a PyTorch profiler is running: the budget is planned once it has en
 _CHOICES = (bool, type(None))  # types of arguments that may choose a path
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
+def _stride_order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions in the order of their strides; none if that is their own order."""
     if tensor.is_contiguous():
         return ()
@@ -57,7 +57,7 @@ def _is_near(signature: Signature, lender: Signature) -> bool:
     return signature.input_bytes <= lender.input_bytes <= _NEAR * signature.input_bytes
 
 
-def _learns(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+def _needs_gradient(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
 
 
@@ -110,7 +110,7 @@ class Signatures:
         else:
             self._renew_plan(planner, module, signature)
             if signature.is_due:
-                if has_mode or is_transformed((args, kwargs)) or not _learns(module, inputs):
+                if has_mode or is_transformed((args, kwargs)) or not _needs_gradient(module, inputs):
                     return self._recording_of(None, inputs, frame, has_shards, has_mode)
                 if is_capturing():
                     planner.warn_once("waits", _CAPTURED)
@@ -119,13 +119,13 @@ class Signatures:
                     return self._watched_recording(signature, module, inputs, frame)
         if signature.coming is not None:
             self.gradients.note_overlap()
-            if self.gradients.come():
+            if self.gradients.are_coming():
                 signature = signature.coming
         return self._recording_of(signature, inputs, frame, has_shards, has_mode)
 
     def _watched_recording(
         self, signature: Signature, module: nn.Module, inputs: Sequence[Tensor], frame: FrameType
-    ) -> Watched:
+    ) -> WatchedRecording:
         self._note_watched(signature)
         recording = watched_pass(module, inputs, frame)
         recording.signature = signature
@@ -139,9 +139,9 @@ class Signatures:
 
     def _renew_advice(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
         """Without a budget: let the next pass be recorded and learned, if it has to be."""
-        bytes = sum([tensor.nbytes for tensor in inputs if is_ordinary(tensor)])
-        if signature.must_be_recorded(bytes):
-            signature.record(bytes)
+        pass_bytes = sum([tensor.nbytes for tensor in inputs if is_ordinary(tensor)])
+        if signature.must_be_recorded(pass_bytes):
+            signature.record(pass_bytes)
         if signature.is_due:
             signature.follow(None)
 
@@ -182,14 +182,14 @@ class Signatures:
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
         """The signature of these inputs, which becomes the last one used."""
-        kind, size = self._described(module, inputs, args, kwargs)
+        kind, size = self._kind_and_size(module, inputs, args, kwargs)
         for signature in self.recent:
             if signature.kind == kind and signature.size == size:
                 break
         else:
             signature = Signature(kind, size)
         if self.recent[-1:] != [signature]:
-            self._use(signature)
+            self._note_use(signature)
         return signature
 
     def _renew_plan(self, planner: Planner, module: nn.Module, signature: Signature) -> None:
@@ -198,11 +198,11 @@ class Signatures:
             if watched.watch is not None:
                 self._plan_watched(planner, module, watched, watched.watch)
         self._passes_since_watch += 1
-        lender = self._lender(planner, signature) if signature.plan is None and signature.is_due else None
+        lender = self._lender_for(planner, signature) if signature.plan is None and signature.is_due else None
         if lender is not None:
             signature.borrow(lender, Origin.NEAR if _is_near(signature, lender) else Origin.FAR)
-            self._use(lender)
-            self._use(signature)
+            self._note_use(lender)
+            self._note_use(signature)
         elif signature.origin is Origin.FAR and self._may_watch(planner, signature):
             signature.is_due = True
 
@@ -218,14 +218,14 @@ class Signatures:
         """Plan the passes of a signature, if the step that was watched has ended."""
         if watch.state is State.AWAITS and not watch.in_pass:
             if watch.has_backward:  # what is left of its graph will not run
-                watch.concludes()
+                watch.conclude()
             elif not watch.is_awaited():  # the program has dropped it
                 watch.end(State.LOST)
         if not watch.is_over:
             return
         # Measuring operators waits for the device, and ends a profiler.
         if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):
-            if not measures():
+            if not is_measuring():
                 planner.warn_once("waits", _PROFILED)
             return
         signature.watch = None
@@ -237,7 +237,7 @@ class Signatures:
         else:
             signature.backward = Backward(None)  # which no graph has: watch again after a pass with a backward pass
 
-    def _use(self, signature: Signature) -> None:
+    def _note_use(self, signature: Signature) -> None:
         """Make this the last one used. At most `_CAPACITY` have a plan of their own, and as many have none."""
         recent = [*(earlier for earlier in self.recent if earlier is not signature), signature]
         for is_own in (False, True):  # a size that was watched gets its own later
@@ -246,7 +246,7 @@ class Signatures:
                 recent.remove(earlier)
         self.recent = recent
 
-    def _lender(self, planner: Planner, signature: Signature) -> Signature | None:
+    def _lender_for(self, planner: Planner, signature: Signature) -> Signature | None:
         """The planned size whose plan and advice a new one is to borrow; None: it is to be watched."""
         planned = [candidate for candidate in self.recent if candidate.origin is Origin.OWN]
         candidates = [candidate for candidate in planned if candidate.kind == signature.kind]
@@ -260,7 +260,7 @@ class Signatures:
     def pass_has_ended(self, module: nn.Module, recording: Recording, output: object) -> None:
         """Learn advice from a pass, or that its plan no longer holds. `output`: None if it raised an error."""
         signature: Signature | None = recording.signature
-        if isinstance(recording, Watched):
+        if isinstance(recording, WatchedRecording):
             self._watched_pass_has_ended(module, recording, output)
             return
         if signature is not None and signature.base is not signature:  # gradients came
@@ -279,11 +279,15 @@ class Signatures:
             signature.note_nodes(recording.node_count)
         if signature.base.is_due or output is None or recording.elsewhere is not None:
             return
+        self._learn(signature, recording, has_diverged)
+
+    def _learn(self, signature: Signature, recording: Recording, has_diverged: bool) -> None:
+        """Note what a pass has kept, and the advice that it has taught."""
         signature.kept = recording.kept
         if isinstance(recording, Advised) and recording.is_learnable:
-            if planner is None and not recording.is_first:
+            if self._planner is None and not recording.is_first:
                 signature.note_functions([site.function for site in recording.unknown_sites])
-            if recording.is_first and has_diverged and planner is not None and signature.strays < _STRAYS:
+            if recording.is_first and has_diverged and self._planner is not None and signature.strays < _STRAYS:
                 signature.strays += 1
                 return  # a pass that follows the plan teaches more
             fits = signature.plan is not None and signature.plan.fits
@@ -292,12 +296,12 @@ class Signatures:
         signature.lesson = Lesson.NONE if signature.advice is None else Lesson.LEARNED
         self.gradients.parameters = []  # new calls may come with new ones
 
-    def _watched_pass_has_ended(self, module: nn.Module, recording: Watched, output: object) -> None:
+    def _watched_pass_has_ended(self, module: nn.Module, recording: WatchedRecording, output: object) -> None:
         if output is None:
             recording.counting.end(State.LOST)
             recording.signature.watch = None
         else:
-            recording.counting.awaits(module, output)
+            recording.counting.await_backward(module, output)
 
     def _watch_again(
         self, planner: Planner, signature: Signature, recording: Recording, is_outdated: bool, has_diverged: bool
@@ -332,7 +336,7 @@ class Signatures:
         signature.watch = None
         signature.follow_own(plans)
 
-    def share(self) -> None:
+    def share_plans(self) -> None:
         """Use the plans of rank 0 for the inputs on which it has planned the same calls."""
         signatures: dict[Any, Any] = {}
         shared = {}  # without calls, which are alike
@@ -353,7 +357,7 @@ class Signatures:
                 signature.forget_advice()
                 signature.set_coming(None if coming_plan == plan else coming_plan)
 
-    def _described(
+    def _kind_and_size(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Size]:
         """The kind of inputs, see `Signature`, and with a budget their sizes.
@@ -368,11 +372,11 @@ class Signatures:
             tuple([(tensor.dtype, tensor.requires_grad) for tensor in inputs]),
             tuple([argument if isinstance(argument, _CHOICES) else ... for argument in args]),
             tuple([(name, argument if isinstance(argument, _CHOICES) else ...) for name, argument in kwargs.items()]),
-            self.gradients.needed(module),
+            self.gradients.trained_flags(module),
             module.training,
             devices,
             is_any_autocast_enabled() and tuple([autocast_of(device) for device in devices]),
-            tuple(map(_order, ordinary)),
+            tuple(map(_stride_order, ordinary)),
             tuple([tensor.device for tensor in inputs]),
         )
         if self._planner is None:

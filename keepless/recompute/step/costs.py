@@ -35,8 +35,8 @@ _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
 
-def measures() -> bool:
-    """Whether a thread measures operators, by PyTorch's profiler."""
+def is_measuring() -> bool:
+    """Whether a thread is_measuring operators, by PyTorch's profiler."""
     return _profiler.locked()
 
 

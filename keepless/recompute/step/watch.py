@@ -65,7 +65,7 @@ class Watch(Counting):
             self.elsewhere.close()
 
     @ends_watch
-    def awaits(self, network: nn.Module, outputs: Any) -> None:
+    def await_backward(self, network: nn.Module, outputs: Any) -> None:
         """Watch for the backward pass of the program, which begins at outputs of the network."""
         self.state = State.AWAITS
         tensors = tensors_in(outputs)
@@ -106,9 +106,9 @@ class Watch(Counting):
         super().backward_ends()
         self.has_backward = True
         if not self.is_awaited():
-            self.concludes()
+            self.conclude()
 
-    def concludes(self) -> None:
+    def conclude(self) -> None:
         """The step has ended, or the rest of its graph will not run."""
         self.events += [(Event.LET, memory) for memory in self.outputs]
         self.outputs = set()
@@ -154,12 +154,12 @@ class _Allocations(Allocations):
             super().note(change)
 
 
-class Watched(CountedRecording):
+class WatchedRecording(CountedRecording):
     """Context of a forward pass of the program that is watched."""
 
     counting: Watch
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "WatchedRecording":
         # Entering the mode would set a flag of all threads, for which compiled blocks are skipped.
         push_dispatch_mode(self.counting.allocations)
         super().__enter__()

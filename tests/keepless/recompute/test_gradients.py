@@ -188,9 +188,9 @@ def follows(network: nn.Module) -> str:
     signatures = plans_of(network)
     (signature,) = signatures.recent
     assert signature.coming is not None
-    signatures.gradients.needed(network)
+    signatures.gradients.trained_flags(network)
     signatures.gradients.note_overlap()
-    return "coming" if signatures.gradients.come() else "there"
+    return "coming" if signatures.gradients.are_coming() else "there"
 
 
 @pytest.fixture
