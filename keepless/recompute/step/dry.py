@@ -144,7 +144,7 @@ def text_of(error: Exception) -> str:
 
 
 class _SilentDDP(nn.Module):
-    """A `DistributedDataParallel` that does not communicate."""
+    """Stands for a `DistributedDataParallel`, and does not communicate."""
 
     module: nn.Module
 
@@ -247,7 +247,7 @@ def _deep_copies(
 
 
 def _fakes_by_id(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """Fake tensors like these, by their ids; parameters of a network are parameters."""
+    """Fake tensors like these, by the ids of these; those of a network's parameters are parameters."""
     fakes: dict[int, Any] = {}
     for tensor in tensors:
         fakes[id(tensor)] = _fake_like(mode, tensor.detach()).requires_grad_(tensor.requires_grad)
@@ -257,7 +257,7 @@ def _fakes_by_id(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Ten
 
 
 def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like this one; on the CPU for one on meta. One that is fake already gets memory of its own."""
+    """A fake tensor like this one, with memory of its own; on the CPU if this one is on meta."""
     if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
     if tensor.layout is not torch.strided:
@@ -269,9 +269,9 @@ def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _program_state_kept(is_fake: bool) -> Iterator[None]:
-    """Context that restores random states, and leaves the program's weights in autocast's cache; errors are not logged.
+    """Context for running a copy: random states are restored, autocast caches only fake weights, errors are not logged.
 
-    Real weights of the copy are not cached: the cache would hold them until the program leaves autocast.
+    Autocast's cache would hold real weights of the copy until the program leaves autocast.
     """
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))

@@ -292,14 +292,14 @@ class _Search:
         seconds = 0.0
         pending = [number]
         while pending:
-            number = pending.pop()
-            seconds += self.step.values[number].seconds
-            if trial.kept[number]:
-                group.append(number)
-            for i in self.inputs[number]:
-                if not trial.consumers[i] and i not in group and i not in pending:
-                    if not trial.kept[i] or self.is_free[i]:
-                        pending.append(i)
+            computed = pending.pop()
+            seconds += self.step.values[computed].seconds
+            if trial.kept[computed]:
+                group.append(computed)
+            for i in self.inputs[computed]:
+                is_only_for_recipe = not trial.consumers[i] and (not trial.kept[i] or self.is_free[i])
+                if is_only_for_recipe and i not in group and i not in pending:
+                    pending.append(i)
         return group, seconds
 
     def dropped_at_peak(self, trial: Trial) -> list[int]:

@@ -30,9 +30,9 @@ def may_have_buckets() -> bool:
 
 
 def add_copies_without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules that FSDP2 has sharded, each with an empty object of the class that it had before.
+    """Add modules and parameters without FSDP2 to a memo of `copy.deepcopy`. Returns each sharded module with its copy.
 
-    Adds these objects to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
+    A copy is empty, and of the class that the module had before. Parameters have the dtype in which FSDP2 gathers them.
     """
     fsdp = sys.modules.get(_FSDP)
     sharded = [module for module in network.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]

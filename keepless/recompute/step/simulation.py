@@ -94,7 +94,7 @@ def plain_peak(step: Step, saves: bool = True) -> int:
 
 
 def simulate(step: Step, kept: Sequence[bool]) -> Trial:
-    """See `Simulation.run`."""
+    """The memory and time of a step for one choice: see `Simulation.run`."""
     simulation = Simulation(step)
     return simulation.run(simulation.extended(kept))
 
@@ -345,7 +345,7 @@ class Run(_Levels):
         leader = self.leaders[number]
         value = self.step.values[leader]
         self.run_counts[leader] += 1
-        if value.leader >= 0:
+        if value.leader >= 0:  # these bytes include its results
             self.need(value.busy)
         for member in self.simulation.members[leader]:
             if member == number or (self.memories[member] < 0 and self.read_counts[member] < self.consumers[member]):
