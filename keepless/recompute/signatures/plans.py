@@ -140,8 +140,11 @@ class Planner:
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more; with gradients that come %s, for %.1f ms",
             len(step.calls),
-            *(size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
-            *(size_text(coming_choice.peak), coming_choice.seconds * 1e3),
+            size_text(choice.peak),
+            size_text(plain_peak(step)),
+            choice.seconds * 1e3,
+            size_text(coming_choice.peak),
+            coming_choice.seconds * 1e3,
         )
         return Plans(plan, coming_plan)
 
@@ -328,20 +331,27 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     least = choices[-1].peak
     if budgets is None:
         limits = [limit for limit in limits if limit >= least] or [least]
-    simulation = Simulation(step)
-    rows: list[BudgetRow] = []
-    for limit in limits:
-        choice = _fastest_choice(choices, limit)
-        if choice is not None and limit > gradients:
-            row = _budget_row(limit - gradients, step, choice, simulation)
-            if budgets is None and rows and rows[-1][1:] == row[1:]:
-                rows.pop()  # of a larger budget with the same plan
-            rows.append(row)
+    rows = _rows_of_met_limits(step, limits, choices, gradients)
+    if budgets is None:
+        rows = list({row[1:]: row for row in rows}.values())  # of budgets with one plan, the lowest
     if not rows:
         raise ValueError(
             f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
     return Frontier(plain_peak(step), least - gradients, rows, gradients)
+
+
+def _rows_of_met_limits(
+    step: Step, limits: Sequence[int], choices: Sequence[Choice], gradients: int
+) -> list[BudgetRow]:
+    """Rows of the limits that a choice meets. `gradients`: bytes, which budgets leave out."""
+    simulation = Simulation(step)
+    rows = []
+    for limit in limits:
+        choice = _fastest_choice(choices, limit)
+        if choice is not None and limit > gradients:
+            rows.append(_budget_row(limit - gradients, step, choice, simulation))
+    return rows
 
 
 def _budget_row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:

@@ -65,11 +65,11 @@ class Signature:
         self.advice: Advice | None = None
         self.lesson = Lesson.NEW
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
-        self.passes = 0
-        self.attempts = 0  # plans so far, or without a budget advice
-        self.exceeded = 0  # bytes of the results of a plan that were too few for a pass, until there are more
-        self.tries = 0  # steps that were watched since
-        self.strays = 0  # passes that have left the plan, before one that has followed it
+        self.pass_count = 0
+        self.attempt_count = 0  # plans so far, or without a budget advice
+        self.exceeded_bytes = 0  # bytes of the results of a plan that were too few for a pass, until there are more
+        self.try_count = 0  # steps that were watched since
+        self.stray_count = 0  # passes that have left the plan, before one that has followed it
         self.slack = 0  # bytes of results that a pass may make too early, as experts with more tokens than others do
         # Without a budget, of passes that were recorded by the rules, or should have been
         self.most_bytes = 0  # of inputs of a recorded pass
@@ -84,7 +84,7 @@ class Signature:
         are those with over twice the inputs of recorded ones, or after a pass with calls that these lack: of another
         function, or for a longer graph than any pass before.
         """
-        number = self.passes + 1
+        number = self.pass_count + 1
         k = number.bit_length() - 1
         return self.is_unlike or number == k + 2**k or pass_bytes > 2 * self.most_bytes
 
@@ -116,19 +116,19 @@ class Signature:
         self.advice = advice
         self.lesson = Lesson.NEW if advice is None else Lesson.LENT
         self.is_due = False
-        self.attempts += 1
-        self.strays = 0
+        self.attempt_count += 1
+        self.stray_count = 0
 
     def follow_own(self, plans: Plans | None) -> None:
         """Let passes follow plans that were made for this size; None: there can be none."""
         plan, coming_plan = (None, None) if plans is None else plans
         self.follow(plan)
         self.set_coming(None if coming_plan is plan else coming_plan)
-        is_smaller = plan is not None and plan.bytes < MORE * self.exceeded
-        self.is_due = is_smaller and self.tries < _TRIES
-        self.tries = self.tries + 1 if self.is_due else 0
+        is_smaller = plan is not None and plan.bytes < MORE * self.exceeded_bytes
+        self.is_due = is_smaller and self.try_count < _TRIES
+        self.try_count = self.try_count + 1 if self.is_due else 0
         if not self.is_due:
-            self.exceeded = 0
+            self.exceeded_bytes = 0
 
     def borrow(self, lender: "Signature", origin: Origin) -> None:
         """Follow the plan and the advice of another size."""
@@ -142,7 +142,7 @@ class Signature:
         if plan is not None:
             self.coming = Signature(self.kind, self.size, base=self)
             self.coming.follow(plan, self.origin, advice)
-            self.coming.attempts = self.attempts
+            self.coming.attempt_count = self.attempt_count
 
     def awaits_backward(self) -> bool:
         """Whether the pass that was watched, or one after it, still waits for its backward pass."""

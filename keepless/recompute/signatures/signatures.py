@@ -164,7 +164,7 @@ class Signatures:
         if planner is not None and signature.plan is not None and signature.lesson in (Lesson.NEW, Lesson.LENT):
             for remark in signature.plan.remarks:
                 planner.warn_of_excess(*remark)
-        signature.passes += 1
+        signature.pass_count += 1
         takes_advice = not (signature.is_due or has_shards or None in signature.kind[0])
         if takes_advice and signature.lesson is Lesson.NEW:
             recording: Recording = Advised(Advice(), policy, inputs=inputs, frame=frame)
@@ -287,8 +287,8 @@ class Signatures:
         if isinstance(recording, Advised) and recording.is_learnable:
             if self._planner is None and not recording.is_first:
                 signature.note_functions([site.function for site in recording.unknown_sites])
-            if recording.is_first and has_diverged and self._planner is not None and signature.strays < _STRAYS:
-                signature.strays += 1
+            if recording.is_first and has_diverged and self._planner is not None and signature.stray_count < _STRAYS:
+                signature.stray_count += 1
                 return  # a pass that follows the plan teaches more
             fits = signature.plan is not None and signature.plan.fits
             recording.learn(fits=fits and not has_diverged)
@@ -312,7 +312,7 @@ class Signatures:
         elif recording.elsewhere is not None or is_outdated:
             signature.base.is_due = True
             if signature.plan is not None:
-                signature.base.exceeded = signature.plan.bytes if recording.growth > MORE else 0
+                signature.base.exceeded_bytes = signature.plan.bytes if recording.growth > MORE else 0
                 planner.warn_of_growth(signature.plan, recording)
         elif has_diverged:
             signature.base.is_due = planner.is_cheap()

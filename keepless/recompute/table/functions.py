@@ -1,7 +1,7 @@
 """The table of functions, with a row for each.
 
 A plan may repeat each of PyTorch's C++ functions that returns only new tensors and draws no random numbers
-(`_learn_builtin`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it
+(`_add_builtin`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it
 has an argument `inplace`, else with `rules.new_tensor` if its result is always a new tensor, or `rules.repeated` if it
 may be an argument or a view of one: `new_tensor` would let an activation overwrite it while others still read it, so
 gradients would be silently wrong. `is_slow` leaves a function written in Python to plans. What it saves need not be
@@ -68,9 +68,9 @@ TABLE: dict[Function, Row] = {}
 @lru_cache(2**10)
 def row_of(function: Function) -> Row:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        learn(function)
+        _add_custom_operator(function)
     elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)) and function not in TABLE:
-        _learn_builtin(function)
+        _add_builtin(function)
     row = TABLE.get(function, Row())
     return row._replace(
         only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function not in EXPOSE),
@@ -84,7 +84,7 @@ def _add(functions: Iterable[Function], **facts: Any) -> None:
         TABLE[function] = TABLE.get(function, Row())._replace(**facts)
 
 
-def learn(operator: OpOverload | OpOverloadPacket) -> None:
+def _add_custom_operator(operator: OpOverload | OpOverloadPacket) -> None:
     """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and no mutation.
 
     It is repeated as one call, with the same random numbers.
@@ -95,7 +95,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
         _add([operator], again=again, is_slow=True, inside=True, draws=_always)
 
 
-def _learn_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> None:
+def _add_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> None:
     """Give one of PyTorch's C++ functions a rule for plans, if it returns only new tensors and draws nothing."""
     operator = getattr(torch.ops.aten, function.__name__, None)
     if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:

@@ -147,6 +147,7 @@ def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """Compute attention again, by the backends enabled at the call, and with the same weights dropped."""
     rule = random_again if drops_weights(args, kwargs) else new_tensor
     return rule(by_present_backends(F.scaled_dot_product_attention))(find, args, kwargs, result)
 
@@ -227,6 +228,7 @@ def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """Normalise again, by the running statistics, or by those of the batch that the node has saved."""
     arguments = named_arguments(F.batch_norm, args, kwargs)
     x = find(arguments["input"])
     eps = arguments.get("eps", 1e-5)

@@ -99,7 +99,7 @@ def plans(network: nn.Module) -> list[int]:
 
 def attempts(network: nn.Module) -> list[int]:
     """How often each size got a plan, or advice."""
-    return [signature.attempts for signature in plans_of(network).recent]
+    return [signature.attempt_count for signature in plans_of(network).recent]
 
 
 def plan_next_step(network: nn.Module, x: Tensor) -> None:

@@ -67,7 +67,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
 
     peak = peak_bytes(holding, "cpu")
     return (
-        all(map(all, same)) and size.attempts == 1 and size.coming is None,
+        all(map(all, same)) and size.attempt_count == 1 and size.coming is None,
         replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )

@@ -264,7 +264,7 @@ def test_each_kind_of_pass_has_advice_of_its_own_and_none_plans_again(prepared):
             prepared(IMAGES * (part + 1)).sum().backward()
         assert follows(prepared) == "there" and attempts(prepared) == [1]
     (signature,) = signatures.recent
-    assert signature.passes + signature.coming.passes == 16
+    assert signature.pass_count + signature.coming.pass_count == 16
     assert signature.advice is not None and signature.coming.advice is not None
     assert {*signature.plan.flags} != {0} and signature.plan.flags != signature.coming.plan.flags
 
@@ -307,7 +307,7 @@ def test_both_kinds_of_passes_are_planned_anew_for_a_path_that_changes():
         within.zero_grad()
         within(IMAGES).sum().backward()
     (signature,) = plans_of(within).recent
-    assert signature.coming is not None and [signature.attempts, signature.coming.attempts] == [2, 2]
+    assert signature.coming is not None and [signature.attempt_count, signature.coming.attempt_count] == [2, 2]
 
 
 def test_a_loss_that_keeps_the_outputs_of_a_functional_network_reads_no_gradients(prepared):
