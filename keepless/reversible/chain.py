@@ -70,6 +70,7 @@ class Boundary:
     def leave_to(self, step: "Step | Regrouping") -> None:
         """Drop the values: the step that follows restores them."""
         self.following = step
+        self.is_followed = True
         self.kept = None
 
     def take(self) -> Values:

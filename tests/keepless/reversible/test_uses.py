@@ -152,6 +152,16 @@ def failed_once(network, x):
     network[2](network[1](y)).square().sum().backward()
 
 
+def failed_after_another(network, x):
+    y = network[0](x * 1)
+    z = network[2](y)
+    (failing,) = (module for module in network.modules() if isinstance(module, Failing))
+    failing.fails = True
+    with pytest.raises(KeyError):
+        network[1](y)
+    z.square().sum().backward()
+
+
 def first_in_part(network, x):
     """autograd.grad of the last wrapper frees its graph; the first one's is still there, for two backward passes."""
     y = network[0](x)
@@ -161,7 +171,7 @@ def first_in_part(network, x):
     return gradients
 
 
-@pytest.mark.parametrize("use", [kept_then_wrapped, unused, failed_once, first_in_part])
+@pytest.mark.parametrize("use", [kept_then_wrapped, unused, failed_once, failed_after_another, first_in_part])
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_output_with_several_readers(use, kept):
     blocks = in_float64(additive(), AdditiveCoupling(Failing(*branch()), branch()), additive())
