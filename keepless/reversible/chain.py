@@ -126,13 +126,13 @@ class Step:
 
     def run(self, values: Values) -> Values:
         """The forward pass."""
-        with self.section.dropping(self.restore, inverts=self.move.inverse is not None):
+        with self.section.first_run(self.restore, inverts=self.move.inverse is not None):
             return self.move.run(values, self.checksum)
 
     def restore(self) -> None:
         """Fill the section, and restore the boundary before."""
         values = self.source.take()
-        with self.section.repeated():
+        with self.section.repetition():
             undo = self.move.repeat(values, self.properties, self.checksum)
         before = self.before()
         if before is not None and self.move.invertible:
@@ -168,8 +168,8 @@ class Pass:
         self.widens = widens  # under autocast couplings get float32, see `widened`
         self.values = inputs
         self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()
-        # If this pass continues an earlier one: its last boundary, and the first step of this pass.
-        self.start: tuple[Boundary, Step | Regrouping] | None = None
+        # If this pass continues an earlier one: its last boundary, and the step that restores it once this pass ends.
+        self.deferred: tuple[Boundary, Step | Regrouping] | None = None
         self.restores = False  # whether the last step has an inverse, and so needs the values after it
         self.halves_of: Coupling | None = None  # the coupling whose halves the values are; None: they are whole
         self.hooks = current_hooks() if reversible else None
@@ -196,9 +196,9 @@ class Pass:
     def finish(self) -> Values:
         """The outputs. They are kept if the last step has an inverse."""
         self._join()
-        if self.start is not None:
-            boundary, first = self.start
-            boundary.leave_to(first)
+        if self.deferred is not None:
+            last_boundary, first_step = self.deferred
+            last_boundary.leave_to(first_step)
         if self.restores:
             self.boundary.keep(self.values, self.hooks)
             self.boundary.outputs = [(weakref.ref(tensor), tensor._version) for tensor in self.values]
@@ -220,18 +220,20 @@ class Pass:
             before.is_followed = False  # a second try may follow
             raise
         if move.invertible:
-            self._follow(step)
+            self._restore_boundary_by(step)
         self.boundary = step.after
         self.restores = move.invertible
 
-    def _follow(self, step: Step | Regrouping) -> None:
+    def _restore_boundary_by(self, step: Step | Regrouping) -> None:
         """Let a step restore the boundary before it; outputs of an earlier pass only once this pass has succeeded."""
         if self.boundary.kept is None:
             self.boundary.leave_to(step)
-        elif self.start is None:
-            self.start = (self.boundary, step)
+        else:
+            assert self.deferred is None  # inside a pass, only a step without an inverse keeps the values before it
+            self.deferred = (self.boundary, step)
 
     def _split(self, coupling: Coupling) -> None:
+        """Split the values into halves of a coupling, if they are not yet."""
         if self.halves_of is not None and self.halves_of.split_dim == coupling.split_dim:
             return
         self._join()
@@ -244,6 +246,7 @@ class Pass:
         self.halves_of = coupling
 
     def _join(self) -> None:
+        """Join the values, if they are halves."""
         if self.halves_of is not None:
             coupling = self.halves_of
             self.halves_of = None
@@ -253,7 +256,7 @@ class Pass:
         self.values = function(self.values)
         if self.reversible:
             step = Regrouping(back, self.boundary)
-            self._follow(step)
+            self._restore_boundary_by(step)
             self.boundary = step.after
 
 

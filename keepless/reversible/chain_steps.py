@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..saved import laid_out
 from .checks import Checksum
-from .couplings import HalfStep, detached, unchanged
+from .couplings import HalfStep, call_without_writes, detached
 from .state import Values
 
 Undo = Callable[[], Values]
@@ -52,22 +52,22 @@ class Update(NamedTuple):
     inverse: None = None  # the repetition runs the same branch as the forward pass
 
     def run(self, halves: Values, checksum: Checksum) -> Values:
-        output = self.half.output(halves)
-        checksum.check(output)
-        return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
+        output = self.half.branch_output(halves)
+        checksum.remember(output)
+        return self.half.with_target(halves, self.half.combine(halves[self.half.target], output))
 
     def repeat(self, halves: Values, properties: InputProperties, checksum: Checksum) -> Undo:
         """Run the branch on the halves after the update."""
         half = self.half
         target = half.target
         halves = properties.recreate(halves, any_layout=target)
-        output = half.output(halves)
-        checksum.check(output)
+        output = half.branch_output(halves)
+        checksum.compare(output)
 
         def undone() -> Values:
             with torch.no_grad():
                 values = half.undo(halves[target].detach(), detached(output))
-            return half.replaced(halves, _as(values, properties.dtypes[target]))
+            return half.with_target(halves, _with_dtype(values, properties.dtypes[target]))
 
         if half.combine_saves:  # a product saves its factors
             half.combine(properties.recreate(undone(), any_layout=target)[target], output)
@@ -85,17 +85,19 @@ class Apply(NamedTuple):
         return self.inverse is not None
 
     def run(self, values: Values, checksum: Checksum) -> Values:
-        outputs = as_tuple(unchanged(self.function, values))
-        checksum.check(outputs)
+        outputs = as_tuple(call_without_writes(self.function, values))
+        checksum.remember(outputs)
         return outputs
 
     def repeat(self, values: Values, properties: InputProperties, checksum: Checksum) -> Undo:
         """Run the function again. `values`: its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
-                values = as_tuple(unchanged(self.inverse, values))
-                values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, properties.dtypes, strict=True))
-        checksum.check(self.function(*properties.recreate(values)))
+                values = as_tuple(call_without_writes(self.inverse, values))
+                values = tuple(
+                    _with_dtype(tensor, dtype) for tensor, dtype in zip(values, properties.dtypes, strict=True)
+                )
+        checksum.compare(self.function(*properties.recreate(values)))
         return lambda: values
 
 
@@ -110,6 +112,6 @@ def as_tuple(outputs: Tensor | Values) -> Values:
     return tensors
 
 
-def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _with_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Restored values in the original dtype; integers are rounded."""
     return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else values.round().to(dtype)

@@ -37,25 +37,22 @@ class Checksum:
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules
-        self.first: list[Tensor] | None = None
+        self.first: list[Tensor] = []
         self.enabled = _enabled.get()
 
-    def check(self, output: object) -> None:
-        """Remember the first output, and compare a repeated one. RuntimeError if it differs by more than rounding."""
-        if not self.enabled:
-            return
-        parts = output if isinstance(output, tuple) else (output,)
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        sums = [_checksum(tensor) for tensor in tensors]
-        if self.first is None:
-            self.first = sums
-            return
-        for tensor, repeated, first in zip(tensors, sums, self.first, strict=True):
-            if not is_capturing():
-                self._compare(tensor, repeated, first)
+    def remember(self, output: object) -> None:
+        """Keep the checksums of the first output."""
+        if self.enabled:
+            self.first = [_checksum(tensor) for tensor in _tensors(output)]
 
-    def _compare(self, tensor: Tensor, repeated: Tensor, first: Tensor) -> None:
-        """Raise RuntimeError if the checksum of a repeated tensor is not about the first one."""
+    def compare(self, output: object) -> None:
+        """Raise RuntimeError if a repeated output differs from the first one by more than rounding."""
+        if self.enabled and not is_capturing():
+            for tensor, first in zip(_tensors(output), self.first, strict=True):
+                self._compare_tensor(tensor, first)
+
+    def _compare_tensor(self, tensor: Tensor, first: Tensor) -> None:
+        repeated = _checksum(tensor)
         is_low = torch.is_autocast_enabled(tensor.device.type)
         tolerance = _LOW_PRECISION if is_low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
         limit = tolerance * first[1].clamp(min=1e-30)
@@ -65,6 +62,11 @@ class Checksum:
                 f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "
                 f"it must not draw from its own generator or NumPy's, or read a list or a global that changes"
             )
+
+
+def _tensors(output: object) -> list[Tensor]:
+    parts = output if isinstance(output, tuple) else (output,)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 @torch.no_grad()

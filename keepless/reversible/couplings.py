@@ -32,13 +32,13 @@ class HalfStep(NamedTuple):
         return self._replace(combine=self.undo, undo=self.combine)
 
     def run(self, halves: Halves) -> Halves:
-        """Return the updated halves. ValueError: see `output`."""
-        return self.replaced(halves, self.combine(halves[self.target], self.output(halves)))
+        """Return the updated halves. ValueError: see `branch_output`."""
+        return self.with_target(halves, self.combine(halves[self.target], self.branch_output(halves)))
 
-    def output(self, halves: Halves) -> Any:
+    def branch_output(self, halves: Halves) -> Any:
         """The branch's output. ValueError if it does not fit the other half, or the branch wrote over its input."""
         x = halves[1 - self.target]
-        output = unchanged(self.branch, (x,))
+        output = call_without_writes(self.branch, (x,))
         parts = output if isinstance(output, tuple) else (output,)
         expected_shape = halves[self.target].shape
         if not all(isinstance(part, Tensor) for part in parts):
@@ -54,7 +54,7 @@ class HalfStep(NamedTuple):
             )
         return output
 
-    def replaced(self, halves: Halves, values: Tensor) -> Halves:
+    def with_target(self, halves: Halves, values: Tensor) -> Halves:
         """The halves with other values in the target."""
         return (values, halves[1]) if self.target == 0 else (halves[0], values)
 
@@ -62,7 +62,7 @@ class HalfStep(NamedTuple):
 class Coupling(nn.Module):
     """Base class of couplings: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
 
-    Subclasses define `combine` and `undo`. One that overrides more is reversed like any other module: see `in_halves`.
+    Subclasses define `combine` and `undo`. One that overrides more is reversed like any other module (`runs_in_halves`).
 
     Args:
         Fm: any module that returns what `combine` takes.
@@ -226,7 +226,7 @@ def create_coupling(
     return AdditiveCoupling(Fm, Gm, split_dim=split_dim)
 
 
-def in_halves(module: object) -> TypeGuard[Coupling]:
+def runs_in_halves(module: object) -> TypeGuard[Coupling]:
     """Whether a module is a coupling that may run as `couple`, on halves, or as its half-steps if it is invertible.
 
     Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass may override
@@ -256,8 +256,8 @@ def is_low_under_autocast(x: Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
 
 
-def unchanged(function: Callable, values: tuple[Tensor, ...]) -> Any:
-    """function(*values). ValueError if it wrote over its input, which the backward pass still needs."""
+def call_without_writes(function: Callable, values: tuple[Tensor, ...]) -> Any:
+    """Call a function. ValueError if it wrote over its input, which the backward pass still needs."""
     versions = _versions(values)
     outputs = function(*values)
     if _versions(values) != versions:

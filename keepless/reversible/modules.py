@@ -13,7 +13,7 @@ from ..norms.statistics import statistics_kept
 from ..torch_internals import KeeplessWarning, call_at_compilation, warn
 from .chain import Pass
 from .chain_steps import as_tuple
-from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
+from .couplings import has_hooks, is_low_under_autocast, runs_in_halves, widened
 
 Block = nn.Module | tuple[nn.Module, ...]
 
@@ -87,13 +87,14 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable or not torch.is_grad_enabled():
             return function(*values)
         values = as_tuple(values)
-        if _is_compiling():
+        if torch.compiler.is_compiling():
+            call_at_compilation(_warn_of_kept_activations)
             return function(*values)
         run = Pass(values, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input_inverse if inverts else self.keep_input:
             run.apply([self._fn], function)
-        elif in_halves(self._fn):
-            if is_low_under_autocast(values[0]) and not run.boundary.outputs:  # none leads up to it
+        elif runs_in_halves(self._fn):
+            if is_low_under_autocast(values[0]) and not run.boundary.outputs:  # no wrapper comes before it
                 warn(
                     f"InvertibleModuleWrapper got a {values[0].dtype} input under autocast, so the sums of many such "
                     f"modules add up rounding: give the first one x.float(), or use a ReversibleSequence, which does"
@@ -128,7 +129,7 @@ class ReversibleSequence(nn.Module):
     @property
     def reversible_blocks(self) -> list[nn.Module]:
         """All blocks, with nested sequences flattened."""
-        return [part for block in self.blocks for part in _flat(block)]
+        return [part for block in self.blocks for part in _flat_blocks(block)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Run x through all blocks; raises what they raise."""
@@ -147,31 +148,24 @@ class ReversibleSequence(nn.Module):
 def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
     """Run modules like a `ReversibleSequence`. A tuple of modules is one block, which keeps its input."""
     reversible = torch.is_grad_enabled() and not disable
-    if reversible and _is_compiling():
+    if reversible and torch.compiler.is_compiling():
+        call_at_compilation(_warn_of_kept_activations)
         for block in blocks:
-            x = in_turn(block, widened(x) if in_halves(block) else x)
+            x = run_in_turn(block, widened(x) if runs_in_halves(block) else x)
         return x
     forward = Pass((x,), reversible=reversible, widens=True)
     for block in blocks:
-        if in_halves(block):
+        if runs_in_halves(block):
             forward.couple(block)
         elif isinstance(block, tuple):
-            forward.apply(block, functools.partial(in_turn, block))
+            forward.apply(block, functools.partial(run_in_turn, block))
         else:
             forward.apply([block], block, inverse_of(block))
     (y,) = forward.finish()
     return y
 
 
-def _is_compiling() -> bool:
-    """Whether `torch.compile` is tracing a graph, which keeps all activations; if so, warns."""
-    if not torch.compiler.is_compiling():
-        return False
-    call_at_compilation(_say_that_the_compiler_decides)
-    return True
-
-
-def _say_that_the_compiler_decides(_: object) -> None:
+def _warn_of_kept_activations(_: object) -> None:
     warnings.warn(
         "reversible modules keep their activations inside torch.compile, where the compiler decides what to keep: "
         "compile their branches instead, or wrap blocks in torch.utils.checkpoint, which it follows",
@@ -180,7 +174,7 @@ def _say_that_the_compiler_decides(_: object) -> None:
     )
 
 
-def in_turn(block: Block, x: Tensor) -> Tensor:
+def run_in_turn(block: Block, x: Tensor) -> Tensor:
     """Run a module, or several in sequence."""
     for module in block if isinstance(block, tuple) else (block,):
         x = module(x)
@@ -235,13 +229,13 @@ def is_invertible_module(
         return restores(module_in, inverse) and restores(inverse, module_in)
 
 
-def _flat(block: nn.Module) -> list[nn.Module]:
+def _flat_blocks(block: nn.Module) -> list[nn.Module]:
     """The blocks of a nested sequence, the coupling of a wrapper, or the block itself: one chain restores them all."""
     if has_hooks(block):
         return [block]
     if type(block) is ReversibleSequence and not block.disable:
         return block.reversible_blocks
-    if type(block) is InvertibleModuleWrapper and block.preserve_rng_state and in_halves(block._fn):
+    if type(block) is InvertibleModuleWrapper and block.preserve_rng_state and runs_in_halves(block._fn):
         return [block] if block.disable or block.keep_input else [block._fn]
     return [block]
 

@@ -71,20 +71,20 @@ class Section:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
         ]
-        self.cache = torch.is_autocast_cache_enabled()
-        self.cuda = [device for device in devices if device.type == "cuda"]
-        if self.cuda and is_capturing():  # the state of its generator cannot be read
-            self.cuda = []
+        self.caches_casts = torch.is_autocast_cache_enabled()
+        self.cuda_devices = [device for device in devices if device.type == "cuda"]
+        if self.cuda_devices and is_capturing():  # the state of its generator cannot be read
+            self.cuda_devices = []
             if preserve_rng_state:
                 _refuse_random(parts)
-        self.random = self._random() if preserve_rng_state else None
+        self.random_states = self._random_states() if preserve_rng_state else None
         self.state = State(parts)
 
     @contextmanager
-    def dropping(self, repeat: Callable[[], None], inverts: bool) -> Iterator[None]:
-        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `repeated`.
+    def first_run(self, repeat: Callable[[], None], inverts: bool) -> Iterator[None]:
+        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `repetition`.
 
-        `inverts`: the repetition runs an inverse first, see `State.forward_pass_ended`.
+        `inverts`: the repetition runs an inverse first, see `State.drop_unchanged`.
         """
         ended = False
 
@@ -109,29 +109,29 @@ class Section:
         finally:
             ended = True
         with without_dispatch_modes():  # the states are real under fake tensors too
-            if self.random is not None and all(map(torch.equal, self.random, self._random())):
-                self.random = None  # no numbers were drawn; the state has 5 KB
-        self.state.forward_pass_ended(inverts)
+            if self.random_states is not None and all(map(torch.equal, self.random_states, self._random_states())):
+                self.random_states = None  # no numbers were drawn; the state has 5 KB
+        self.state.drop_unchanged(inverts)
 
     @contextmanager
-    def repeated(self) -> Iterator[None]:
+    def repetition(self) -> Iterator[None]:
         """Context of a repetition, in the state of the first run. It fills the slots, if any is still empty.
 
         RuntimeError if a parameter, or a buffer that the first run did not change, was modified or replaced since, or
-        if the saved tensors differ in number or metadata; see also `State.restored`.
+        if the saved tensors differ in number or metadata; see also `State.repetition`.
         """
         self.state.check_constants()
         has_empty_slots = self._has_empty_slots()
         with ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
-            if self.random is not None:
-                stack.enter_context(torch.random.fork_rng(self.cuda))
-                torch.set_rng_state(self.random[0])
-                for device, state in zip(self.cuda, self.random[1:], strict=True):
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.caches_casts))
+            if self.random_states is not None:
+                stack.enter_context(torch.random.fork_rng(self.cuda_devices))
+                torch.set_rng_state(self.random_states[0])
+                for device, state in zip(self.cuda_devices, self.random_states[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(self.state.restored())
-            stack.enter_context(self._filling() if has_empty_slots else torch.no_grad())
+            stack.enter_context(self.state.repetition())
+            stack.enter_context(self._filling_slots() if has_empty_slots else torch.no_grad())
             yield
 
     def _has_empty_slots(self) -> bool:
@@ -139,7 +139,7 @@ class Section:
         return any(slot is not None and slot.tensor is None for slot in slots)
 
     @contextmanager
-    def _filling(self) -> Iterator[None]:
+    def _filling_slots(self) -> Iterator[None]:
         """Context in which saved tensors fill the slots. The graph made here ends with it."""
         references = iter(self.slots)
         ended = False
@@ -170,8 +170,8 @@ class Section:
         if next(references, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 
-    def _random(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda)]
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda_devices)]
 
 
 def _refuse_random(parts: Iterable[nn.Module]) -> None:

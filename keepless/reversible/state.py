@@ -40,14 +40,14 @@ class _Buffer(NamedTuple):
         values = self.owner._buffers[self.name]
         if values is not self.values or (values is not None and values._version != self.version):
             return False
-        if values is None or self.start is None or is_unknown(values) or values in _constant_buffers:
+        if values is None or self.start is None or is_unreadable(values) or values in _constant_buffers:
             return True
         return torch.equal(values, self.start)  # `Tensor.data` writes without a new version
 
     def note_unchanged(self) -> None:
         """Do not compare the buffer of a device again: reading it waits for the device."""
         if self.start is not None and self.values is not None and self.values.device.type != "cpu":
-            if not is_unknown(self.values):
+            if not is_unreadable(self.values):
                 _constant_buffers[self.values] = True
 
 
@@ -73,12 +73,12 @@ class State:
     """
 
     def __init__(self, parts: Iterable[nn.Module]):
-        self.attributes = {part: _attributes(part) for part in parts}
+        self.attributes = {part: _attributes_of(part) for part in parts}
         for part in self.attributes:
             tensors = (*part._parameters.values(), *part._buffers.values())
             if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
-                raise _initialises(f"the sizes of {type(part).__name__}")
-        self.buffers = [buffer for part in self.attributes for buffer in _buffers(part)]
+                raise _write_error(f"the sizes of {type(part).__name__}")
+        self.buffers = [buffer for part in self.attributes for buffer in _buffers_of(part)]
         # FSDP's and other subclasses are not checked.
         self.parameters = [constant for constant in self._all_parameters() if type(constant.tensor) is nn.Parameter]
         self.constants: list[_Constant] = []  # must not change before the repetition
@@ -89,22 +89,15 @@ class State:
         named = [(part, name, tensor) for part in self.attributes for name, tensor in part._parameters.items()]
         return [_Constant(part, name, tensor, tensor._version) for part, name, tensor in named if tensor is not None]
 
-    def forward_pass_ended(self, inverts: bool) -> None:
-        """Find out what the forward pass has changed, and drop the copies of everything else.
+    def drop_unchanged(self, inverts: bool) -> None:
+        """Drop the copies of all that the forward pass, which has just ended, has not changed.
 
         `inverts`: the repetition runs an inverse first.
 
         RuntimeError: it wrote a parameter; or, with `inverts`, something that a module's inverse may read.
         """
-        for parameter in self.parameters:
-            present = parameter.owner._parameters.get(parameter.name)
-            if present is parameter.tensor:
-                is_written = parameter.tensor._version != parameter.version
-            else:
-                is_written = type(present).__name__ != "DTensor"  # of FSDP, which puts the parameter back
-            if is_written:
-                raise _initialises(str(parameter))
-        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
+        self._check_parameters()
+        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes_of(part))}
         changed_buffers = {(buffer.owner, buffer.name): buffer for buffer in self.buffers if not buffer.is_unchanged()}
         for buffer in changed_buffers.values():
             if buffer.start is not None or buffer.values is None:
@@ -126,6 +119,17 @@ class State:
                 self.constants.append(_Constant(buffer.owner, buffer.name, buffer.values, buffer.version))
         self.buffers = kept
 
+    def _check_parameters(self) -> None:
+        """RuntimeError if the forward pass wrote a parameter, or replaced it."""
+        for parameter in self.parameters:
+            present = parameter.owner._parameters.get(parameter.name)
+            if present is parameter.tensor:
+                is_written = parameter.tensor._version != parameter.version
+            else:
+                is_written = type(present).__name__ != "DTensor"  # of FSDP, which puts the parameter back
+            if is_written:
+                raise _write_error(str(parameter))
+
     def check_constants(self) -> None:
         """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
         for constant in self.constants:
@@ -140,7 +144,7 @@ class State:
                 )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def repetition(self) -> Iterator[None]:
         """Context of a repetition, on copies of this state; afterwards the modules are restored.
 
         RuntimeError if it writes a parameter.
@@ -162,8 +166,8 @@ class State:
             yield
         for parameter, values in zip(self.watched, copies_of_watched, strict=True):
             is_same = parameter.owner._parameters.get(parameter.name) is parameter.tensor
-            if not is_same or not (is_unknown(parameter.tensor) or torch.equal(parameter.tensor, values)):
-                raise _initialises(str(parameter))
+            if not is_same or not (is_unreadable(parameter.tensor) or torch.equal(parameter.tensor, values)):
+                raise _write_error(str(parameter))
 
 
 def _check_inverses(changed_parts: Iterable[nn.Module]) -> None:
@@ -177,7 +181,7 @@ def _check_inverses(changed_parts: Iterable[nn.Module]) -> None:
             )
 
 
-def _initialises(name: str) -> RuntimeError:
+def _write_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"the forward pass of a reversible module writes {name}, so the backward pass cannot repeat it: to initialise "
         f"the module, run one forward pass under torch.no_grad() before the first step; keep averages in buffers; or "
@@ -185,7 +189,7 @@ def _initialises(name: str) -> RuntimeError:
     )
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's plain values."""
     return {name: value for name, value in vars(module).items() if _is_plain(name, value)}
 
@@ -198,17 +202,17 @@ def _is_plain(name: str, value: object) -> bool:
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether plain values have changed. A tensor has if it is another object."""
     if before.keys() != after.keys():
         return True
     pairs = [(value, after[name]) for name, value in before.items() if value is not after[name]]
     return any(isinstance(a, Tensor) or isinstance(b, Tensor) or a != b for a, b in pairs)
 
 
-def _buffers(module: nn.Module) -> list[_Buffer]:
+def _buffers_of(module: nn.Module) -> list[_Buffer]:
     """The initialised buffers that may change in a forward pass or before it is repeated."""
-    is_known_norm = (
-        type(module) in _KNOWN_NORMS and module.training
-    )  # outputs depend only on the minibatch's statistics
+    # In training their outputs depend only on the minibatch's statistics.
+    is_known_norm = type(module) in _KNOWN_NORMS and module.training
     buffers = []
     for name, values in module._buffers.items():
         if values is None:
@@ -219,6 +223,6 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
     return buffers
 
 
-def is_unknown(tensor: Tensor) -> bool:
+def is_unreadable(tensor: Tensor) -> bool:
     """Whether a tensor's values cannot be read: it is fake, or a CUDA graph is captured."""
     return (tensor.is_cuda and is_capturing()) or tensor.is_meta or isinstance(tensor, FakeTensor)
