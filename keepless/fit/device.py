@@ -27,16 +27,23 @@ def bytes_for_tensors(memory: int | str) -> int:
     return int(left * (1 - FRAGMENTATION))
 
 
-def optimizer_bytes(optimizer: str | float, values: int, size: int) -> tuple[int, int]:
-    """Bytes of an optimiser's states, and temporary bytes of its step, for `values` trained weights of `size` bytes.
-
-    `optimizer`: a name, or bytes of states per weight. ValueError: it is neither.
-    """
-    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
-        states, temporary = OPTIMIZERS[optimizer]
-        return states * size, temporary * size
-    state_bytes: Any = optimizer if is_number(optimizer) and not isinstance(optimizer, bool) else -1  # per weight
-    if not 0 <= state_bytes < math.inf:
+def check_optimizer(optimizer: str | float) -> None:
+    """Raise ValueError if this is neither the name of an optimiser nor the bytes of its states per weight."""
+    if isinstance(optimizer, str):
+        is_known = optimizer in OPTIMIZERS
+    else:
+        is_known = is_number(optimizer) and not isinstance(optimizer, bool) and 0 <= optimizer < math.inf
+    if not is_known:
         expected = f"{', '.join(OPTIMIZERS)}, or bytes per trained weight, such as 2.5"
         raise ValueError(f"optimizer={shown(optimizer)}: expected one of {expected}")
-    return math.ceil(state_bytes * values), 0
+
+
+def optimizer_bytes(optimizer: str | float, value_count: int, size: int) -> tuple[int, int]:
+    """Bytes of an optimiser's states, and temporary bytes of its step, for trained weights of `size` bytes.
+
+    `optimizer`: a name, or bytes of states for each of the `value_count` weights.
+    """
+    if isinstance(optimizer, str):
+        states, temporary = OPTIMIZERS[optimizer]
+        return states * size, temporary * size
+    return math.ceil(optimizer * value_count), 0

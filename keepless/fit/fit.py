@@ -13,11 +13,11 @@ from ..recompute.step.costs import times_of
 from ..recompute.step.dry import on_copy
 from ..torch_internals import ASKS_FOR_VALUES
 from ..units import size_text
-from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors, optimizer_bytes
-from .sizes import growth
-from .steps import CHECKPOINTED, PLAIN, PLANNED, RECOMPUTED, Steps, Way, size_of
+from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors, check_optimizer
+from .sizes import check_growth, growth
+from .steps import CHECKPOINTED, PLAIN, PLANNED, RECOMPUTED, Steps, Way, shape_text
 
-_TIME = 1.15
+_LONGEST = 1.15  # default of `time`
 
 
 class Fit(NamedTuple):
@@ -38,7 +38,7 @@ class Fit(NamedTuple):
         cells = [("", "example", "memory", "", "time")]
         for way in self.ways:
             verdict = "fits" if way.fits else "too much"
-            cells.append((way.name, size_of(way.shape), size_text(way.peak), verdict, f"{way.time:.2f}"))
+            cells.append((way.name, shape_text(way.shape), size_text(way.peak), verdict, f"{way.time:.2f}"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         left = f"{self.memory} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
@@ -89,13 +89,13 @@ def fit(
     check_one_example(memory, "fit")
     available, longest = limits(memory, optimizer, grow, time)
     arguments = arguments_of(example)
-    growth(arguments, grow)  # raises before the network is copied
+    check_growth(arguments, grow)
 
     def fit_of_copy(copied: nn.Module, *fake_arguments: Any) -> Fit:
         with torch.enable_grad():
             steps = Steps(copied, growth(fake_arguments, grow), available, optimizer, longest)
             ways = steps.ways()
-        line = _line(steps, ways, memory)
+        line = _line_for_best(ways, steps, memory)
         return Fit(memory, available, steps.weights, steps.gradients, steps.states, ways, line)
 
     try:
@@ -110,20 +110,20 @@ def fit(
 
 def limits(memory: int | str, optimizer: str | float, grow: str | None, time: float | None) -> tuple[int, float]:
     """Bytes for tensors, and the longest step within a budget. ValueError: one of the arguments is not valid."""
-    optimizer_bytes(optimizer, 0, 0)
+    check_optimizer(optimizer)
     if time is not None and (grow is None or not is_number(time) or time is True or not time >= 1):
         raise ValueError(f"time={shown(time)}, grow={shown(grow)}: expected at least 1.0, with grow='batch' or 'size'")
-    return bytes_for_tensors(memory), math.inf if grow is None else time or _TIME
+    return bytes_for_tensors(memory), math.inf if grow is None else time or _LONGEST
 
 
-def _line(steps: Steps, ways: list[Way], memory: int | str) -> str:
-    """See `Fit.line`. ValueError: nothing fits."""
+def _line_for_best(ways: list[Way], steps: Steps, memory: int | str) -> str:
+    """Code for the way with the largest example that fits; of several, the fastest. ValueError: nothing fits."""
     fitting = [way for way in ways if way.fits and way.time <= steps.time]
     if not fitting:
         least = min(ways, key=attrgetter("peak"))
         raise ValueError(
-            f"memory={memory}: nothing fits; a step on {size_of(least.shape)} takes at least {size_text(least.peak)} "
-            f"({least.name}), and {size_text(steps.available)} are left for tensors"
+            f"memory={memory}: nothing fits; a step on {shape_text(least.shape)} takes at least "
+            f"{size_text(least.peak)} ({least.name}), and {size_text(steps.available)} are left for tensors"
         )
     best = max(fitting, key=lambda way: (math.prod(way.shape), -way.time))
     budget = f'"{best.budget >> 20}MiB"' if best.budget >> 20 else max(best.budget, FEWEST)
@@ -134,4 +134,4 @@ def _line(steps: Steps, ways: list[Way], memory: int | str) -> str:
         PLANNED: f"keepless.recompute_activations(network, budget={budget})",
         CHECKPOINTED: f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each {kinds}",
     }
-    return f"{size_of(best.shape)}: {code[best.name]}"
+    return f"{shape_text(best.shape)}: {code[best.name]}"

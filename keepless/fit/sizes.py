@@ -9,6 +9,8 @@ from torch import Tensor
 from ..inputs import shown, tensors_in
 from ..torch_internals import tree_map
 
+Shape = tuple[int, ...]
+
 _SIDE = 32  # images and texts grow in steps of this size, because most networks halve images five times
 
 
@@ -22,61 +24,70 @@ class Growth(NamedTuple):
     most: float = math.inf
 
 
+def check_growth(example: Any, along: str | None) -> None:
+    """Raise ValueError if an example cannot grow along this: see `growth`.
+
+    `along` is something else, the first tensor is empty or has no such dimension, or tensors are in a list.
+    """
+    if along is None:
+        return
+    args, kwargs = example
+    if any(isinstance(argument, list) and tensors_in(argument) for argument in (*args, *kwargs.values())):
+        raise ValueError(f"grow={shown(along)} with a list of tensors: expected a batch in one tensor; leave grow out")
+    shape = shape_of(example)
+    is_known = isinstance(along, str) and along in ("batch", "size")
+    if not is_known or 0 in shape or len(shape) < (1 if along == "batch" else 2):
+        expected = "expected 'batch', or 'size' of images or texts, and no empty tensor"
+        raise ValueError(f"grow={shown(along)} with an example of shape {shape}: {expected}")
+
+
 def growth(example: Any, along: str | None) -> Growth:
-    """How an example (arguments and keyword arguments) can grow.
+    """How an example (arguments and keyword arguments) can grow, which `check_growth` has checked.
 
     `along`: None: not at all. "batch": dimension 0 of every tensor that has the first tensor's batch size. "size": the
     sides of images, in proportion, in every tensor whose last dimensions are those of the first tensor; for integers or
     two-dimensional tensors only the last dimension, the length of a text.
-
-    ValueError: `along` is something else, the first tensor is empty or has no such dimension, or tensors are in a list.
     """
     if along is None:
-        return Growth(1, 1, 1, lambda value: example, most=1)
-    args, kwargs = example
-    if any(isinstance(argument, list) and tensors_in(argument) for argument in (*args, *kwargs.values())):
-        raise ValueError(f"grow={shown(along)} with a list of tensors: expected a batch in one tensor; leave grow out")
-    first = next(iter(tensors_in(example)), None)
-    shape = () if first is None else tuple(first.shape)
-    is_known = isinstance(along, str) and along in ("batch", "size")
-    if first is None or not is_known or 0 in shape or len(shape) < (1 if along == "batch" else 2):
-        expected = "expected 'batch', or 'size' of images or texts, and no empty tensor"
-        raise ValueError(f"grow={shown(along)} with an example of shape {shape}: {expected}")
+        return Growth(value=1, step=1, power=1, resized=lambda value: example, most=1)
+    first, *_ = tensors_in(example)
+    batch, *_ = shape = tuple(first.shape)
     if along == "batch":
-        return Growth(shape[0], 1, 1, lambda value: _with_shapes(example, shape[:1], (value,), slice(1)))
-    dims = len(shape[2:]) if len(shape) > 2 and first.is_floating_point() else len(shape[1:])
-    sides = shape[-dims:]
+
+        def with_batch(value: int) -> Any:
+            return _with_shapes(example, lambda sizes: (value, *sizes[1:]) if sizes[:1] == (batch,) else sizes)
+
+        return Growth(value=batch, step=1, power=1, resized=with_batch)
+    side_count = len(shape[2:]) if len(shape) > 2 and first.is_floating_point() else len(shape[1:])
+    sides = shape[-side_count:]
     step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
 
-    def resized(value: int) -> Any:
+    def with_side(value: int) -> Any:
         new_sides = tuple(max(step, side * value // sides[0] // step * step) for side in sides)
-        return _with_shapes(example, sides, new_sides, slice(-dims, None), 1)
 
-    return Growth(sides[0], step, dims, resized)
+        def new_shape(sizes: Shape) -> Shape:
+            has_sides = sizes[1:][-side_count:] == sides  # dimension 0, the batch, is no side
+            return sizes[:-side_count] + new_sides if has_sides else sizes
+
+        return _with_shapes(example, new_shape)
+
+    return Growth(value=sides[0], step=step, power=side_count, resized=with_side)
 
 
-def shape_of(example: Any) -> tuple[int, ...]:
-    """The shape of the first tensor."""
+def shape_of(example: Any) -> Shape:
+    """The shape of the first tensor; () if there is none."""
     return next((tuple(tensor.shape) for tensor in tensors_in(example)), ())
 
 
-def _with_shapes(
-    example: Any, old_sizes: tuple[int, ...], new_sizes: tuple[int, ...], dimensions: slice, skipped: int = 0
-) -> Any:
-    """The example with zeros. Tensors with `old_sizes` in these dimensions get `new_sizes` there.
+def _with_shapes(example: Any, new_shape: Callable[[Shape], Shape]) -> Any:
+    """The example with zeros. `new_shape`: the shape of a tensor -> its shape in the new example."""
 
-    Tensors that have no more dimensions than the `skipped` first ones keep their sizes.
-    """
-
-    def like(leaf: Any) -> Any:
+    def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = list(leaf.shape)
-        if len(shape) > skipped and tuple(shape[skipped:][dimensions]) == old_sizes:
-            shape[dimensions] = new_sizes
-        return leaf.new_zeros(shape).requires_grad_(leaf.requires_grad)
+        return leaf.new_zeros(new_shape(tuple(leaf.shape))).requires_grad_(leaf.requires_grad)
 
-    return tree_map(like, example)
+    return tree_map(zeros, example)
 
 
 def largest(
@@ -87,32 +98,32 @@ def largest(
     `peak`: value -> bytes of a training step, which grow about linearly with value ** power: power is 1 for the number
     of crops, 2 for the side of square crops.
     """
-    fits = smallest
-    fitting_peak = peak(fits)
+    fitting = smallest
+    fitting_peak = peak(fitting)
     if fitting_peak > limit:
         return None
     estimate = 2.0 * smallest
     while True:
-        too_large = int(min(max(fits + step, math.ceil(estimate / step) * step), most))
-        if too_large <= fits:
-            return fits
+        too_large = int(min(max(fitting + step, math.ceil(estimate / step) * step), most))
+        if too_large <= fitting:
+            return fitting
         exceeding_peak = peak(too_large)
         if exceeding_peak > limit:
             break
-        # of the line through the last two
-        slope = max(1.0, (exceeding_peak - fitting_peak) / (too_large**power - fits**power))
-        fits, fitting_peak = too_large, exceeding_peak
-        estimate = (fits**power + 1.02 * (limit - fitting_peak) / slope) ** (1 / power)
-        estimate = min(estimate, fits * 16 ** (1 / power))  # for small values, the weights may hide the slope
-    while too_large - fits > step:
+        # of the line through the last two peaks
+        slope = max(1.0, (exceeding_peak - fitting_peak) / (too_large**power - fitting**power))
+        fitting, fitting_peak = too_large, exceeding_peak
+        estimate = (fitting**power + 1.02 * (limit - fitting_peak) / slope) ** (1 / power)
+        estimate = min(estimate, fitting * 16 ** (1 / power))  # for small values, the weights may hide the slope
+    while too_large - fitting > step:
         share = (limit - fitting_peak) / (exceeding_peak - fitting_peak)
-        estimate = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
-        middle = min(max(int(estimate) // step * step, fits + step), too_large - step)
+        estimate = (fitting**power + share * (too_large**power - fitting**power)) ** (1 / power)
+        middle = min(max(int(estimate) // step * step, fitting + step), too_large - step)
         middle_peak = peak(middle)
         if middle_peak > limit:
             too_large, exceeding_peak = middle, middle_peak
             continue
-        fits, fitting_peak = middle, middle_peak
-        if too_large - fits > step and peak(fits + step) > limit:  # almost always
-            return fits
-    return fits
+        fitting, fitting_peak = middle, middle_peak
+        if too_large - fitting > step and peak(fitting + step) > limit:  # as is almost always so
+            return fitting
+    return fitting

@@ -94,10 +94,10 @@ class CountedStep(MadeTensors):
         """The step's memory, beside `resident` bytes by category, gradients among them."""
         totals = list(accumulate(change.bytes for change in self.changes))
         moment = totals.index(max(totals))
-        kinds: dict[int | None, str] = dict.fromkeys(_alive(self.changes[: self.forward_changes]), "activations")
+        kinds: dict[int | None, str] = dict.fromkeys(_bytes_alive(self.changes[: self.forward_changes]), "activations")
         kinds |= dict.fromkeys(self.gradients, "gradients")
         at_peak = resident | {"activations": 0, "temporary": 0}
-        for number, size in _alive(self.changes[: moment + 1]).items():
+        for number, size in _bytes_alive(self.changes[: moment + 1]).items():
             at_peak[kinds.get(number, "temporary")] += size
         return StepMemory(at_peak, self.changes[moment].place, kept)
 
@@ -119,7 +119,7 @@ class CountedStep(MadeTensors):
         return with_workspace(function, args, kwargs, function(*args, **kwargs))
 
 
-def _alive(changes: Sequence[Change]) -> dict[int, int]:
+def _bytes_alive(changes: Sequence[Change]) -> dict[int, int]:
     """The bytes of the allocations that are not freed, by number."""
     freed = {change.number for change in changes if change.bytes < 0}
     return {change.number: change.bytes for change in changes if change.bytes > 0 and change.number not in freed}

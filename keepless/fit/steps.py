@@ -55,7 +55,8 @@ class Way(NamedTuple):
     time: float  # as a multiple of the baseline step's on this example
 
 
-def size_of(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape in readable form, such as 8 x 3 x 224 x 224."""
     return " x ".join(map(str, shape))
 
 
@@ -77,11 +78,11 @@ class Steps:
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.weights = bytes_of_tensors([*network.parameters(), *network.buffers()])
         self.gradients = sum(map(gradient_bytes, trained))
-        values = sum(parameter.numel() for parameter in trained)
-        self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
+        value_count = sum(parameter.numel() for parameter in trained)
+        self.states, self.temporary = optimizer_bytes(optimizer, value_count, self.gradients)
         self.blocks = repeated_blocks(network)
-        self.step = cache(self._step)
-        self.count = cache(self._count)
+        self.planned_step = cache(self._planned_step)
+        self.peak_and_seconds = cache(self._peak_and_seconds)
 
     def ways(self) -> list[Way]:
         """Each way with the largest example that fits, or else the smallest that was tried; logs each."""
@@ -91,66 +92,67 @@ class Steps:
             names.append(CHECKPOINTED)
         value = self.growing.value
         for name in names:
-            value = self.largest(name, value)
+            value = self.largest_value(name, value)
             way = self.way(name, value)
             ways.append(way)
-            logger.info("%s: %s %s", name, size_of(way.shape), "fits" if way.fits else "is too much")
+            logger.info("%s: %s %s", name, shape_text(way.shape), "fits" if way.fits else "is too much")
         return ways
 
-    def largest(self, name: str, begin: int) -> int:
-        """The largest example that fits in one way, starting at `begin`; the smallest that was tried if none fits.
+    def largest_value(self, name: str, first_value: int) -> int:
+        """The value of the largest example that fits in one way; of the smallest that was tried if none fits.
 
         ValueError: the network does not run on a larger example.
         """
         growing = self.growing
-        value = begin
+        value = first_value
         while not self.way(name, value).fits and value > growing.step:
             smaller = max(growing.step, value // 2 // growing.step * growing.step)
             try:
-                self.step(name, smaller)
+                self.planned_step(name, smaller)
             except ValueError:  # e.g. a single value per channel, which cannot be normalised
                 return value
             value = smaller
 
         def peak(value: int) -> int:
-            return self.step(name, value).least()
+            return self.planned_step(name, value).least()
 
-        return largest(peak, self.available, value, *growing[1:3], most=growing.most) or value
+        return largest(peak, self.available, value, growing.step, growing.power, growing.most) or value
 
     def way(self, name: str, value: int) -> Way:
-        step = self.step(name, value)
+        step = self.planned_step(name, value)
         peak, time = step.within(self.available)
         needed = step.needed(peak)
         shape = shape_of(self.growing.resized(value))
         fits = needed <= self.available
         return Way(name, shape, step.resident_bytes, needed, step.budget(self.available), fits, time)
 
-    def _step(self, name: str, value: int) -> PlannedStep:
+    def _planned_step(self, name: str, value: int) -> PlannedStep:
         """A way's step. Within a budget it has all plans that are fast enough, and the baseline and recomputed ones."""
         example = self.growing.resized(value)
-        plain = self.count(PLAIN, value)
-        plain_seconds = plain[1]
+        plain = self.peak_and_seconds(PLAIN, value)
+        _, plain_seconds = plain
         if name == PLANNED:
-            logger.info("%s: trying %s", name, size_of(shape_of(example)))  # many seconds each
+            logger.info("%s: trying %s", name, shape_text(shape_of(example)))  # many seconds each
             choices = frontier(counted_step(self.network, *example).as_gradients_come())
             planned = [(choice.peak, plain_seconds + choice.seconds) for choice in choices]
-            counts = [plain, self.count(RECOMPUTED, value), *planned]
-            counts = [count for count in counts if count[1] <= self.time * plain_seconds]
+            plans = [plain, self.peak_and_seconds(RECOMPUTED, value), *planned]
+            plans = [(peak, seconds) for peak, seconds in plans if seconds <= self.time * plain_seconds]
         else:
-            counts = [self.count(name, value)]
+            plans = [self.peak_and_seconds(name, value)]
         resident = {"weights": self.weights, "states": self.states, "example": bytes_of_tensors(tensors_in(example))}
-        relative = [(peak, seconds / plain_seconds) for peak, seconds in counts]
+        relative = [(peak, seconds / plain_seconds) for peak, seconds in plans]
         return PlannedStep(resident, self.gradients, self.temporary, relative)
 
-    def _count(self, name: str, value: int) -> tuple[int, float]:
+    def _peak_and_seconds(self, name: str, value: int) -> tuple[int, float]:
         """Peak and seconds of a forward and a backward pass before which no parameter has a gradient."""
         self.network.zero_grad()
-        args, kwargs = example = self.growing.resized(value)
+        example = self.growing.resized(value)
+        args, kwargs = example
         context: Any = nullcontext()
         if name == RECOMPUTED:
             context = Recording(inputs=tensors_in(example))
         elif name == CHECKPOINTED:
-            context = _checkpointed(self.blocks)
+            context = _checkpointing(self.blocks)
         try:
             with CountedStep(timed=True) as step:
                 with context:
@@ -160,12 +162,12 @@ class Steps:
         except Exception as error:  # a network may raise anything
             if value == self.growing.value:
                 raise
-            raise ValueError(f"the network does not run on {size_of(shape_of(example))}: {error}") from error
+            raise ValueError(f"the network does not run on {shape_text(shape_of(example))}: {error}") from error
         return step.peak, step.seconds
 
 
 @contextmanager
-def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+def _checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which blocks are checkpointed."""
     for block in blocks:
         run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
