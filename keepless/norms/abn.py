@@ -123,17 +123,16 @@ class ABN(NormBase):
                 refuse_jointly(self.num_features, x.device, group)
             raise
         momentum = 0.0
-        counts = False
+        is_counted = False
         fresh: tuple[Tensor, Tensor] | None = None  # buffers for the statistics of this minibatch alone
-        is_tracked = self.track_running_stats and (
-            group is not None or x.numel()
-        )  # an empty minibatch has no statistics
+        # An empty minibatch has no statistics.
+        is_tracked = self.track_running_stats and (group is not None or x.numel() > 0)
         if use_batch and (not is_tracked or running_mean is None or running_var is None):
             running_mean = running_var = None
         elif use_batch and running_mean is not None and running_var is not None:
             # A backward pass repeats forward passes already counted (`torch.utils.checkpoint`).
-            counts = torch.compiler.is_compiling() or not backward_runs()
-            if counts and self.momentum is not None:
+            is_counted = torch.compiler.is_compiling() or not backward_runs()
+            if is_counted and self.momentum is not None:
                 momentum = self.momentum
             else:
                 fresh = (torch.zeros_like(running_mean), torch.zeros_like(running_var))
@@ -142,7 +141,7 @@ class ABN(NormBase):
         arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
         mean, var = fresh or (running_mean, running_var)
         z = norm_and_activation(x, tensors.weight, tensors.bias, mean, var, arguments, self.strategy())
-        if counts and minibatches is not None:
+        if is_counted and minibatches is not None:
             minibatches.add_(1)
             if fresh is not None and running_mean is not None and running_var is not None:
                 # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
@@ -197,11 +196,19 @@ class ABN(NormBase):
             )
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         if self.weight is not None:
-            warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+            warn_if_released(state_dict, prefix, local_metadata, missing_keys)
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:

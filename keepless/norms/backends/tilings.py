@@ -10,7 +10,7 @@ MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
 BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is one access, with an address and a mask in registers
-WHOLE = 128 * 14 * 14  # elements of a channel that one program sweeps twice, instead of two kernels; see `is_whole`
+WHOLE = 128 * 14 * 14  # elements of a channel that one program sweeps twice, instead of two kernels
 
 
 class Tiling(NamedTuple):
@@ -47,8 +47,8 @@ class Tiling(NamedTuple):
         exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
         return 1 << (exponent + exponent % 2)
 
-    def shared_by(self, programs: int) -> "Tiling":
-        """The same tiles, in parts that suit a device on which `programs` programs are resident.
+    def with_parts_for(self, resident_programs: int) -> "Tiling":
+        """The same tiles, in parts that suit a device on which so many programs are resident.
 
         Only for contiguous tensors: a channels_last program combines the parts of all its channels, so more parts cost
         more than they gain.
@@ -57,14 +57,14 @@ class Tiling(NamedTuple):
             return self
         tiles = _cdiv(self.shape[0], self.tile[0]) * _cdiv(self.shape[2], self.tile[2])
         work = tiles * self.blocks
-        most = max(1, min(8, work // programs), work // (4 * programs))
+        most = max(1, min(8, work // resident_programs), work // (4 * resident_programs))
         least = _cdiv(tiles, MAX_PARTS)
         shares = range(max(least, most // 2), max(least, most) + 1)
-        share = _fullest(shares, tiles, self.blocks, programs)
+        share = _fastest_share(shares, tiles, self.blocks, resident_programs)
         return self._replace(tiles_per_part=share, parts=_cdiv(tiles, share))
 
 
-def is_whole(shape: tuple[int, int, int]) -> bool:
+def takes_whole_channels(shape: tuple[int, int, int]) -> bool:
     """Whether one program takes whole channels, so that one kernel is a pass: 128 maps of 14x14, or as many elements.
 
     Its second sweep finds in the caches what the first has read: 100 KB forward and 200 KB backward in float32. Such a
@@ -86,7 +86,7 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
         raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
     align = math.gcd(length, vector)
-    threads, resident, per_thread, block_c = _table(length, c, itemsize, reads, whole)
+    threads, resident, per_thread, block_c = _program_limits(length, c, itemsize, reads, whole)
     # The widest tile that covers L with at most an eighth of overhang; otherwise the narrowest.
     widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
     block_l = next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
@@ -105,8 +105,8 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
     # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
     shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
-    share = tiles if whole else _fullest(shares, tiles, blocks, programs)
-    unshared = Tiling(
+    share = tiles if whole else _fastest_share(shares, tiles, blocks, programs)
+    shared = Tiling(
         shape=shape,
         align=align,
         tile=(block_n, block_c, block_l),
@@ -116,10 +116,10 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
         tiles_per_part=share,
         parts=_cdiv(tiles, share),
     )
-    return unshared if whole else unshared.shared_by(programs)
+    return shared if whole else shared.with_parts_for(programs)
 
 
-def _table(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple[int, int, int, int]:
+def _program_limits(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple[int, int, int, int]:
     """Most threads of a program, programs resident on a multiprocessor, elements per thread in a tile, and channels.
 
     On an H100 each multiprocessor moves 25 GB/s and waits about 0.7 us for memory, so 18 KB of requests must be in
@@ -150,14 +150,14 @@ def _table(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple
     return most_threads, 1, per_thread, min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
 
 
-def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> int:
-    """The share (tiles per part) with which a kernel finishes all `blocks` first, if starting a program costs a tile.
+def _fastest_share(shares: Sequence[int], tile_count: int, block_count: int, resident_programs: int) -> int:
+    """The share (tiles per part) with which a kernel finishes all blocks first, if starting a program costs a tile.
 
-    `programs`: resident on the device at the same time. The largest share wins a tie.
+    The largest share wins a tie.
     """
 
     def waves(share: int) -> int:
-        return _cdiv(blocks * _cdiv(tiles, share), programs)
+        return _cdiv(block_count * _cdiv(tile_count, share), resident_programs)
 
     return min(shares, key=lambda share: (waves(share) * (share + 1), -share))
 

@@ -10,7 +10,7 @@ BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is cont
 A channel's tiles are split over `parts` programs, so even a few channels can fill a device. Pass 2 has the same
 programs. Each first combines the parts of its channels, always in the same order; only the program of part 0 writes
 per-channel results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
-Where one program can take whole channels (`tilings.is_whole`), it makes both sweeps, and nothing is partial.
+Where one program can take whole channels (`takes_whole_channels`), it makes both sweeps, and nothing is partial.
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential use the device's
 fast instructions, accurate to a few units in the last place.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
 from .interface import Affine, Backend, BackwardInputs, Running
-from .tilings import Tiling, is_whole, tiling
+from .tilings import Tiling, takes_whole_channels, tiling
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
 
@@ -637,7 +637,7 @@ def _tiling(key: Key, reads: int, sums: bool = True) -> Tiling:
     n, c, *spatial = shape
     length = math.prod(spatial)
     packed = (n, c, length) if contiguous else (n * length, c, 1)
-    return tiling(packed, dtype.itemsize, _processors(device), reads, sums and is_whole(packed))
+    return tiling(packed, dtype.itemsize, _processors(device), reads, sums and takes_whole_channels(packed))
 
 
 @cache
