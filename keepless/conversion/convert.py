@@ -15,7 +15,7 @@ from ..norms.conversion_report import ConversionReport, log_report
 from ..norms.inplace_abn import InPlaceABN
 from ..torch_internals import BatchNormBase
 from .readers import traced_calls
-from .replacements import Places, in_place, kind_of, like, standard_layer
+from .replacements import Places, in_place_layer, kind_of, layer_like, standard_layer
 
 Report = Callable[[ConversionReport], object]
 
@@ -48,11 +48,11 @@ def to_inplace(module: Network, *, relu_slope: float | None = None, report: Repo
 
     def replacement_for(places: Places, layer: nn.Module) -> nn.Module | None:
         if isinstance(layer, (ABN, BatchNormBase)) and not isinstance(layer, InPlaceABN):
-            return in_place(layer, calls[layer], relu_slope)
+            return in_place_layer(layer, calls[layer], relu_slope)
         return None
 
     remark = f"; the network cannot be traced ({untraced})" if untraced else ""
-    return _replaced(module, replacement_for, report, remark)
+    return _replace_layers(module, replacement_for, report, remark)
 
 
 def to_standard(module: Network, *, sync: bool = True, report: Report = log_report) -> Network:
@@ -81,18 +81,21 @@ def to_standard(module: Network, *, sync: bool = True, report: Report = log_repo
         kind = kind_of(places, layer)
         if kind is None:
             raise ValueError("the network's convolutions do not show its number of dimensions: it stays synchronised")
-        return like(layer, kind)
+        return layer_like(layer, kind)
 
-    return _replaced(module, replacement_for, report)
+    return _replace_layers(module, replacement_for, report)
 
 
-def _replaced(
+def _replace_layers(
     module: Network,
     replacement_for: Callable[[Places, nn.Module], nn.Module | None],
     report: Report,
     remark: str = "",
 ) -> Network:
-    """Replace each layer that has a replacement. `remark`: added to the reasons why others were kept."""
+    """Replace each layer that has a replacement, and return the module, or the replacement of a single layer.
+
+    `remark`: added to the reasons why others were kept.
+    """
     conversion = ConversionReport()
     root = module
     places: Places = {part: [] for part in module.modules()}
@@ -108,7 +111,7 @@ def _replaced(
             continue
         if replacement is None:
             continue
-        conversion.replaced[name] = f"{_described(layer)} -> {_described(replacement)}"
+        conversion.replaced[name] = f"{_layer_text(layer)} -> {_layer_text(replacement)}"
         for parent, child_name in places[layer]:
             parent.add_module(child_name, replacement)
         if layer is module:
@@ -117,7 +120,7 @@ def _replaced(
     return root
 
 
-def _described(layer: Any) -> str:
+def _layer_text(layer: Any) -> str:
     if isinstance(layer, nn.Sequential):
-        return " + ".join(map(_described, layer))
+        return " + ".join(map(_layer_text, layer))
     return f"{type(layer).__name__}({layer.activation})" if isinstance(layer, ABN) else type(layer).__name__

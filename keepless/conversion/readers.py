@@ -56,29 +56,32 @@ def traced_calls(network: nn.Module) -> tuple[dict[nn.Module, Calls], str]:
     """
     if isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return traced_calls(network.module)
-    calls: dict[nn.Module, Calls] = defaultdict(list)
-    graphs = []
     error = ""
     with state_kept(network.modules()), torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if "forward" in vars(network):  # a tracer looks at the class
-                raise ValueError("its forward pass was replaced")
-            parameters = inspect.signature(network.forward).parameters.values()
-            optional = [parameter for parameter in parameters if parameter.default is not parameter.empty]
-            defaults = {parameter.name: parameter.default for parameter in optional}
-            for training in (True, False):
-                graphs.append((network, _Tracer(shallow=False).trace(network.train(training), defaults)))
+            graphs = _graphs_of_both_modes(network)
         except Exception as raised:  # a network may raise anything
             error = f"{type(raised).__name__}: {str(raised).partition('. ')[0]}"
             sequences = [module for module in network.modules() if runs_in_order(module)]
             graphs = [(sequence, _Tracer(shallow=True).trace(sequence)) for sequence in sequences]
+    calls: dict[nn.Module, Calls] = defaultdict(list)
     for root, graph in graphs:
         modules = dict(root.named_modules())
         for node in graph.nodes:
             if node.op == "call_module":
                 calls[modules[str(node.target)]].append((node, modules))
     return calls, error
+
+
+def _graphs_of_both_modes(network: nn.Module) -> list[tuple[nn.Module, fx.Graph]]:
+    """The network with the graph of its training mode, and of eval mode, in which it then is."""
+    if "forward" in vars(network):  # a tracer looks at the class
+        raise ValueError("its forward pass was replaced")
+    parameters = inspect.signature(network.forward).parameters.values()
+    optional = [parameter for parameter in parameters if parameter.default is not parameter.empty]
+    defaults = {parameter.name: parameter.default for parameter in optional}
+    return [(network, _Tracer(shallow=False).trace(network.train(training), defaults)) for training in (True, False)]
 
 
 def runs_in_order(module: nn.Module) -> bool:
@@ -92,22 +95,28 @@ def activation_after(output: fx.Node, modules: dict[str, nn.Module], has_activat
 
     ValueError: other code reads the output, or overwrites what an in-place layer keeps.
     """
-    readers = [(user, _module(user, modules)) for user in output.users]
-    user, reader = readers[0] if readers else (output, None)
-    is_alone = len(readers) == 1 and user.args == (output,) and not user.kwargs
+    users = list(output.users)
+    readers = [_module(user, modules) for user in users]  # modules; None: other code
+    user = users[0] if users else output
+    reader = readers[0] if readers else None
+    is_alone = len(users) == 1 and user.args == (output,) and not user.kwargs
     if is_alone and type(reader) is nn.Identity and not is_customised(reader):
         return activation_after(user, modules, has_activation)
     is_merged = is_alone and not has_activation and reader is not None and activation_of(reader) is not None
-    if not is_merged and not has_activation and not any(isinstance(module, CONVOLUTIONS) for _, module in readers):
-        names = ", ".join(_name(user, modules) for user, _ in readers) or "nothing"
+    if not is_merged and not has_activation and not any(isinstance(module, CONVOLUTIONS) for module in readers):
+        names = ", ".join(_name(node, modules) for node in users) or "nothing"
         raise ValueError(f"its output goes to {names}: expected an activation module alone, or a convolution")
-    kept = user if is_merged else output
+    _check_not_overwritten(user if is_merged else output, modules)
+    return reader if is_merged else None
+
+
+def _check_not_overwritten(kept: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Raise ValueError if the code that reads the output which an in-place layer keeps writes over it."""
     for user in kept.users:
         name = _name(user, modules)
-        inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)
-        if user.args[:1] == (kept,) and (inplace or name.endswith("_") or name in IN_PLACE):
+        is_inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)
+        if user.args[:1] == (kept,) and (is_inplace or name.endswith("_") or name in IN_PLACE):
             raise ValueError(f"{name} overwrites the output, which an in-place layer keeps: write x = x + y there")
-    return reader if is_merged else None
 
 
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:

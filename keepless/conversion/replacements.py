@@ -20,7 +20,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each module, and its names there
 
 
-def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
+def in_place_layer(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
     has_activation = isinstance(layer, ABN) or type(timm_activation(layer)) not in (type(None), nn.Identity)
@@ -35,7 +35,7 @@ def in_place(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     options: dict[str, Any] = {"activation": activation.name, "activation_param": activation.param}
     if isinstance(layer, nn.SyncBatchNorm):
         options |= {"sync": True, "group": layer.process_group}
-    new = like(layer, InPlaceABN, **options)
+    new = layer_like(layer, InPlaceABN, **options)
     for module in following:
         if module is not None:
             merge(new, module)
@@ -72,11 +72,11 @@ def standard_layer(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
     """PyTorch's norm and activation for one of our layers; or an `ABN`; None if it already is one."""
     _check_plain(layer)
     sync = sync and layer.sync
-    following = _merged_behind(places, layer)
+    following = _place_of_merged(places, layer)
     kind = nn.SyncBatchNorm if sync else kind_of(places, layer)
     if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and following is None):
-        return None if type(layer) is ABN and layer.sync == sync else like(layer, ABN, sync=sync)
-    norm = like(layer, kind, **({"process_group": layer.group} if sync else {}))
+        return None if type(layer) is ABN and layer.sync == sync else layer_like(layer, ABN, sync=sync)
+    norm = layer_like(layer, kind, **({"process_group": layer.group} if sync else {}))
     if layer.activation == "identity":
         return norm
     activation_class, param = ACTIVATIONS[layer.activation]
@@ -90,11 +90,13 @@ def standard_layer(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
     return norm
 
 
-def _merged_behind(places: Places, layer: ABN) -> tuple[nn.Module, str] | None:
+def _place_of_merged(places: Places, layer: ABN) -> tuple[nn.Module, str] | None:
     """The place of the activation that a norm hands over to, if an nn.Sequential calls it after the norm."""
-    if not hands_over(layer) or len(places[layer]) != 1 or not runs_in_order(places[layer][0][0]):
+    if not hands_over(layer) or len(places[layer]) != 1:
         return None
     ((parent, name),) = places[layer]
+    if not runs_in_order(parent):
+        return None
     next_name = dict(pairwise(parent._modules)).get(name, name)
     activation = parent._modules[next_name]
     return (parent, next_name) if isinstance(activation, Merged) and not is_customised(activation) else None
@@ -128,7 +130,7 @@ def _check_plain(layer: nn.Module) -> None:
         raise ValueError("our layers need parameters of float32 or float64: use .float() and autocast")
 
 
-def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
+def layer_like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     """A layer of class `cls` with the Parameters, buffers and (unless given) options of another layer."""
     names = [name for name in inspect.signature(cls).parameters if name not in TENSORS]
     previous_options = {name: getattr(layer, name) for name in names if hasattr(layer, name)}

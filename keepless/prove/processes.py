@@ -16,14 +16,14 @@ from ..commands import autocast, in_a_line, network_of
 from ..recompute.signatures.plans import Budget, arguments_of
 from ..torch_internals import tree_map
 from .proof import Proof, Steps, proof_of
-from .prove import baseline_steps, prepared_steps
+from .prove import run_baseline_steps, run_prepared_steps
 
 
 def proof_in_processes(name: str, budget: Budget, dtype: str | None) -> Proof:
     """The proof of MODULE:FUNCTION's network. `dtype`: of autocast. ValueError: its code raises an error."""
     with TemporaryDirectory() as folder:
 
-        def steps(within: Budget | None) -> Steps:
+        def steps_in_process(within: Budget | None) -> Steps:
             file = Path(folder) / "steps.pt"
             try:
                 with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -33,11 +33,11 @@ def proof_in_processes(name: str, budget: Budget, dtype: str | None) -> Proof:
                 raise ValueError(f"a process that runs steps of {name}'s network {text}") from error
             return Steps(*torch.load(file, weights_only=False))
 
-        return proof_of(steps(None), steps(None), steps(budget), budget)
+        return proof_of(steps_in_process(None), steps_in_process(None), steps_in_process(budget), budget)
 
 
 def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path) -> None:
-    """Write `Steps` to a file: within a budget, or of the baseline."""
+    """Run steps, within a budget or of the baseline, and write them to a file as `Steps`."""
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
@@ -48,7 +48,10 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
         inputs = tree_map(lambda leaf: _on_device(device, leaf), arguments_of(example))
         network = network.to(device).train()
         with autocast(device, dtype):
-            steps = baseline_steps(network, inputs) if budget is None else prepared_steps(network, inputs, budget)
+            if budget is None:
+                steps = run_baseline_steps(network, inputs)
+            else:
+                steps = run_prepared_steps(network, inputs, budget)
     except Exception as error:  # a network may raise anything
         raise in_a_line(error, f"a {'step' if budget is None else 'prepared step'} of {name}'s network") from None
     torch.save(tuple(steps), file)

@@ -19,8 +19,8 @@ from ..torch_internals import tree_map
 from .proof import KINDS, Proof, Steps, proof_of
 
 # Numbers of steps. They follow the plan, which the first or the second has made.
-_MEASURED = 2
-_TIMED = 3
+_MEASURED_STEP = 2
+_TIMED_STEP = 3
 
 
 def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
@@ -51,9 +51,9 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     inputs = tree_map(_detached_copy, arguments_of(example))
     before = Snapshot(network, inputs)
     try:
-        baseline = baseline_steps(network, inputs)
-        again = baseline_steps(network, inputs)
-        return proof_of(baseline, again, prepared_steps(network, inputs, budget), budget)
+        baseline = run_baseline_steps(network, inputs)
+        again = run_baseline_steps(network, inputs)
+        return proof_of(baseline, again, run_prepared_steps(network, inputs, budget), budget)
     finally:
         undo(network)
         before.restore()  # also hooks of `recompute_activations`
@@ -63,58 +63,58 @@ def _detached_copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def baseline_steps(network: nn.Module, inputs: Any) -> Steps:
-    """Steps of the network without `recompute_activations`. `inputs`: arguments, and a dictionary of others."""
+def run_baseline_steps(network: nn.Module, inputs: Any) -> Steps:
+    """Run steps of the network without `recompute_activations`. `inputs`: arguments, and a dictionary of others."""
     undo(network)
     try:
-        return _steps(network, inputs, is_baseline=True)
+        return _run_steps(network, inputs, is_baseline=True)
     except torch.OutOfMemoryError:
         pass  # now the tensors of its frames are freed
     with save_on_cpu():
-        return _steps(network, inputs, is_baseline=True)._replace(fits=False)
+        return _run_steps(network, inputs, is_baseline=True)._replace(fits=False)
 
 
-def prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
-    """Steps of the network within a budget."""
+def run_prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
+    """Run steps of the network within a budget."""
     recompute_activations(undo(network), budget=budget)
-    steps = _steps(network, inputs)
+    steps = _run_steps(network, inputs)
     plan = plan_of(network)
     return steps if plan is None else steps._replace(planned=plan.peak, plain=plan.plain)
 
 
-def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
-    """Four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
+def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
+    """Run four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
     args, kwargs = inputs
     snapshot = Snapshot(network, inputs)
-    leaves = {**dict(network.named_parameters()), **_numbered("input", inputs)}
+    leaves = {**dict(network.named_parameters()), **_tensors_by_number("input", inputs)}
     awaited = [name for name, leaf in leaves.items() if leaf.grad is None]
     device = computing_device(leaves.values())
     order: dict[str, None] = {}  # names of gradients, as they come
     results: list[dict[str, dict[str, Tensor]]] = []
     outputs: list[Any] = []
     hooks = [
-        leaf.register_post_accumulate_grad_hook(partial(_note, order, name))
+        leaf.register_post_accumulate_grad_hook(partial(_note_name, order, name))
         for name, leaf in leaves.items()
         if is_baseline and leaf.requires_grad
     ]
 
-    def step() -> None:
+    def run_step() -> None:
         outputs.append(network(*args, **kwargs))
         torch.autograd.backward([output.square().mean() for output in differentiable(outputs)])
 
     try:
         with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
-            for number in range(_TIMED + 1):
+            for number in range(_TIMED_STEP + 1):
                 snapshot.restore()
-                if number == _MEASURED:
+                if number == _MEASURED_STEP:
                     gc.collect()  # so that no memory of the steps before is freed in this one
-                    peak = peak_bytes(step, device)
+                    peak = peak_bytes(run_step, device)
                 else:
-                    _, seconds = seconds_of(step, device)
+                    _, seconds = seconds_of(run_step, device)
                 gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
                 buffers = dict(network.named_buffers())
-                tensors_by_kind = (_numbered("output", outputs), gradients, buffers, {"": random_state()})
+                tensors_by_kind = (_tensors_by_number("output", outputs), gradients, buffers, {"": random_state()})
                 results.append({})
                 for kind, tensors in zip(KINDS, tensors_by_kind, strict=True):
                     results[-1][kind] = _copies(tensors, results[number - 1].get(kind, {}))
@@ -127,11 +127,11 @@ def _steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
     return Steps(results, peak, seconds, coming, [str(warning.message) for warning in caught], [*order])
 
 
-def _note(order: dict[str, None], name: str, leaf: Tensor) -> None:
+def _note_name(order: dict[str, None], name: str, leaf: Tensor) -> None:
     order.setdefault(name)
 
 
-def _numbered(name: str, holder: Any) -> dict[str, Tensor]:
+def _tensors_by_number(name: str, holder: Any) -> dict[str, Tensor]:
     return {f"{name} {number}": tensor for number, tensor in enumerate(tensors_in(holder))}
 
 

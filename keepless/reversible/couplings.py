@@ -62,7 +62,7 @@ class HalfStep(NamedTuple):
 class Coupling(nn.Module):
     """Base class of couplings: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
 
-    Subclasses define `combine` and `undo`. One that overrides more is reversed like any other module (`runs_in_halves`).
+    Subclasses define `combine` and `undo`. One that overrides more is reversed like other modules (`runs_in_halves`).
 
     Args:
         Fm: any module that returns what `combine` takes.

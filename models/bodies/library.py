@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN, to_inplace
-from keepless.conversion.replacements import like, timm_activation
+from keepless.conversion.replacements import layer_like, timm_activation
 from keepless.norms import ConversionReport
 from models.blocks import NormAct
 from models.bodies.body import Body, Feature
@@ -402,9 +402,9 @@ def _exchange_norms(
         for name, norm in parent.named_children():
             act = timm_activation(norm)
             if type(norm) is InPlaceABN:
-                new_norm: ABN = like(norm, InPlaceABN, **options(InPlaceABN))
+                new_norm: ABN = layer_like(norm, InPlaceABN, **options(InPlaceABN))
             elif type(norm) is nn.BatchNorm2d or act is not None:
-                new_norm = like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
+                new_norm = layer_like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
                 if act is not None:
                     new_norm.act = act
             else:
