@@ -40,11 +40,12 @@ def renew_statistics(
     calls = dict.fromkeys(norms, 0)
 
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give the norm's calls, this one included, equal weights."""
+        """Give the norm's calls, this one included, equal weights. Its first one forgets the old statistics."""
         x, *_ = (*args, *kwargs.values())
-        if x.numel() or (getattr(norm, "sync", False) and synchronised_group(norm.group)):  # else it has no statistics
-            calls[norm] += 1
-            norm.momentum = 1 / calls[norm]
+        if not x.numel() and not (getattr(norm, "sync", False) and synchronised_group(norm.group)):
+            return  # it has no statistics
+        calls[norm] += 1
+        norm.momentum = 1 / calls[norm]
         if calls[norm] == 1:
             for buffer in (norm.running_mean, norm.running_var):
                 buffer.nan_to_num_(0, 0, 0)  # a momentum of 1 would keep NaN
@@ -52,13 +53,13 @@ def renew_statistics(
                 norm.num_batches_tracked.zero_()
 
     network.eval()
-    number = 0
+    minibatch_count = 0
     hooks = [norm.register_forward_pre_hook(weigh, with_kwargs=True) for norm in norms]
     try:
-        for number, minibatch in enumerate(minibatches, start=1):
+        for minibatch_count, minibatch in enumerate(minibatches, start=1):
             for norm in norms:
                 norm.training = True
-                norm.momentum = 1 / number  # for compiled norms, which do not call new hooks
+                norm.momentum = 1 / minibatch_count  # for compiled norms, which do not call new hooks
             (forward or network)(minibatch)
     finally:
         for hook in hooks:
@@ -66,7 +67,7 @@ def renew_statistics(
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         network.eval()
-    if not number:
+    if not minibatch_count:
         raise ValueError("renew_statistics got no minibatch, so all statistics are old: is a generator used up?")
     group = synchronised_group(None)
     if group is None:

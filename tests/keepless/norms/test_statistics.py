@@ -67,6 +67,12 @@ def test_statistics_are_averages_over_the_calls_of_each_norm(norm):
     assert network.unused.running_var.eq(3).all() and network.odd.num_batches_tracked == 2
 
 
+def test_an_empty_call_after_the_first_one_does_not_reset_the_count():
+    layer = InPlaceABN(4)
+    renew_statistics(layer, [torch.randn(2, 4, 8, 8), torch.randn(0, 4, 8, 8), torch.randn(2, 4, 8, 8)])
+    assert layer.num_batches_tracked == 2
+
+
 def test_no_minibatch_is_an_error():
     used_up = iter(())
     with pytest.raises(ValueError, match="got no minibatch, so all statistics are old"):
