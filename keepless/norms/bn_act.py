@@ -63,10 +63,12 @@ class BatchNormActivation(torch.autograd.Function):
         overwrite = strategy.overwrite_input and values is x
         # To save x_hat, compute it first: batch normalisation without scale, shift or activation.
         affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
-        affine = affine if backend.floors else affine.explicit()
-        first = affine
+        if not backend.floors_gamma:
+            affine = affine.with_floored_gamma()
         if strategy.keep == "x_hat":
             first = Affine(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
+        else:
+            first = affine
 
         if not use_batch_statistics:
             assert running_mean is not None and running_var is not None
@@ -116,10 +118,10 @@ class BatchNormActivation(torch.autograd.Function):
                 "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
                 "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"
             )
-        kept = ctx.kept or kept_by(ctx)
+        kept = ctx.kept or backward_inputs_of(ctx)
         ctx.kept = None
         backend = backend_for(ctx.strategy.backend, kept.values)
-        kept = kept if backend.floors else kept.explicit()
+        kept = kept if backend.floors_gamma else kept.with_floored_gamma()
         dz = dz.contiguous() if is_misread(dz) else dz
         if not dz.numel():  # PyTorch's kernels divide by the number of values
             dx = torch.empty_like(kept.values)
@@ -166,7 +168,7 @@ def norm_and_activation(
     RuntimeError if it writes over an x that autograd does not allow to change.
     """
     tensors = (x, weight, bias, running_mean, running_var)
-    if arguments.group is None and _is_pytorchs(x, arguments, strategy):
+    if arguments.group is None and _runs_by_pytorch(x, arguments, strategy):
         if arguments.use_batch_statistics and strategy.gamma_floor and weight is not None:
             weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
         x = x.contiguous() if is_misread(x) else x
@@ -189,8 +191,8 @@ def norm_and_activation(
         ) from error
 
 
-def _is_pytorchs(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:
-    """Whether PyTorch's batch normalisation and activation, which are two nodes, save as little as our node."""
+def _runs_by_pytorch(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:
+    """Whether PyTorch's batch normalisation and activation run: they save as little, or our node is not possible."""
     is_eager = strategy.backend in ("auto", "eager")
     if not x.numel() or (strategy.keep == "x" and not strategy.recompute_output and is_eager):
         return True
@@ -221,8 +223,8 @@ def is_node(value: object) -> TypeGuard[Any]:
     return isinstance(value, node_class(BatchNormActivation))
 
 
-def kept_by(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
-    """The tensors that a node has saved, in the form that backends take. `saved`: see `recompute_output`."""
+def backward_inputs_of(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
+    """What backends take for the backward pass of a node that has saved tensors. `saved`: see `recompute_output`."""
     values, gamma, beta, invstd, *rest = _saved_tensors(node) if saved is None else saved
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
@@ -251,7 +253,7 @@ def recompute_output(node: Any, saved: Sequence[Tensor] | None = None) -> Tensor
 
     `saved`: the tensors that the node had saved, if its backward pass has freed them.
     """
-    kept = node.kept or kept_by(node, saved)
+    kept = node.kept or backward_inputs_of(node, saved)
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)

@@ -41,8 +41,8 @@ class CheckpointedABN(ABN):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
-        super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
+        abn_arguments = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*abn_arguments, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if store not in STORES:
             raise ValueError(f"store={store!r}: expected 'x' or 'x_hat'")
         self.store = store

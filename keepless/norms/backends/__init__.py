@@ -19,7 +19,7 @@ def check_backend(name: str) -> None:
     """Raise ValueError if a backend does not exist or is not installed."""
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} is not known; choose one of {', '.join(BACKENDS)}")
-    if name == "triton" and _triton() is None:
+    if name == "triton" and _triton_kernels() is None:
         raise ValueError("backend='triton' needs the package triton, which is not installed; choose backend='auto'")
 
 
@@ -42,13 +42,13 @@ def backend_for(name: str, x: Tensor) -> Backend:
     if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
     if name == "auto":
-        return _fastest(x)
+        return _fastest_backend(x)
     if name == "compiled":
         return CompiledBackend()
     assert name == "triton", name
-    kernels = _triton()
+    kernels = _triton_kernels()
     assert kernels is not None  # otherwise `check_backend` raised
-    if not kernels.runs_on(x):
+    if not kernels.supports(x):
         raise ValueError(
             f"backend='triton' got a {x.dtype} tensor on {x.device.type}: expected float32, bfloat16 or float16 on "
             f"{'the CPU, because TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
@@ -56,24 +56,24 @@ def backend_for(name: str, x: Tensor) -> Backend:
     return kernels.TritonBackend()
 
 
-def _fastest(x: Tensor) -> Backend:
+def _fastest_backend(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         launches = _has_kernels_for(x) and triton_launches(x.device)
-        return _triton().TritonBackend() if launches else EagerBackend()
+        return _triton_kernels().TritonBackend() if launches else EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 def _has_kernels_for(x: Tensor) -> bool:
     """Whether a CUDA tensor has kernels, if they can be launched."""
-    kernels = _triton() if x.device.type == "cuda" else None
-    return kernels is not None and kernels.runs_on(x)
+    kernels = _triton_kernels() if x.device.type == "cuda" else None
+    return kernels is not None and kernels.supports(x)
 
 
 @cache
 def triton_launches(device: torch.device) -> bool:
     """Whether Triton can launch kernels on a CUDA device, for which it needs a C compiler. Tried once; warns if not."""
     try:
-        _triton().probe(device)
+        _triton_kernels().launch_small_kernel(device)
     except Exception as error:  # missing compilers, headers and libraries raise different errors
         reason = str(error).partition("\n")[0]
         warn(
@@ -85,7 +85,7 @@ def triton_launches(device: torch.device) -> bool:
 
 
 @cache
-def _triton() -> Any:
+def _triton_kernels() -> Any:
     """The module `triton_kernels`, or None if triton is not installed."""
     try:
         from . import triton_kernels

@@ -27,7 +27,7 @@ class CompiledBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             blocks, axis = as_blocks(x)
-            return run(formulas.moments, Settings(axis), blocks)
+            return run_formula(formulas.moments, Settings(axis), blocks)
         return moments_by_operator(x, UNTRACKED)
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
@@ -35,8 +35,8 @@ class CompiledBackend(Backend):
         settings = Settings(axis, affine.activation)
         scale = affine.gamma * invstd
         if not overwrite:
-            return from_blocks(run(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
-        run(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
+            return from_blocks(run_formula(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
+        run_formula(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
         return x
 
     def forward(
@@ -46,7 +46,7 @@ class CompiledBackend(Backend):
             blocks, axis = as_blocks(x)
             settings = Settings(axis, affine.activation, eps)
             formula = formulas.forward_ if overwrite else formulas.forward
-            z, mean, var, invstd = run(formula, settings, blocks, affine.gamma, affine.beta)
+            z, mean, var, invstd = run_formula(formula, settings, blocks, affine.gamma, affine.beta)
             running.update(mean, var, x.numel() // x.shape[1])
             return x if z is None else from_blocks(z, x), mean, invstd
         if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
@@ -56,17 +56,17 @@ class CompiledBackend(Backend):
         return self.normalise(x, mean, invstd, affine, overwrite), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        settings, *tensors = _kept_and_dz(kept, dz)
-        return run(formulas.sums, settings, *tensors)
+        settings, *tensors = _x_hat_arguments(kept, dz)
+        return run_formula(formulas.sums, settings, *tensors)
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        settings, *tensors = _kept_and_dz(kept, dz)
-        dx = run(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
+        settings, *tensors = _x_hat_arguments(kept, dz)
+        dx = run_formula(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        settings, *tensors = _kept_and_dz(kept, dz)
-        dx, dgamma, dbeta = run(formulas.backward, settings, kept.gamma * kept.invstd, *tensors)
+        settings, *tensors = _x_hat_arguments(kept, dz)
+        dx, dgamma, dbeta = run_formula(formulas.backward, settings, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values), dgamma, dbeta
 
 
@@ -131,7 +131,7 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
     return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1).detach()
 
 
-def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
+def run_formula(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
     """Call formula(settings, *tensors), compiled."""
     if torch.compiler.is_compiling():
         vectors = iter(formulas.materialised(*(t for t in tensors if t is not None and t.dim() == 1)))
@@ -177,7 +177,7 @@ def _compiled(
     return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
 
 
-def _kept_and_dz(
+def _x_hat_arguments(
     kept: BackwardInputs, dz: Tensor
 ) -> tuple[Settings, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """All arguments of `x_hat_and_dy`."""

@@ -74,11 +74,12 @@ class EagerBackend(Backend):
 
 def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Mean and biased variance by PyTorch's own operator, which updates the running statistics too."""
-    if running.mean is None:  # without running statistics it would round its results to the dtype of x
-        running = Running(*x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)))
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if isinstance(x, FakeTensor):  # the operator below has no fake kernel, so the real one would be launched
-        mean, var = x.new_empty(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+        mean, var = x.new_empty(2, x.shape[1], dtype=dtype)
         return mean, var
+    if running.mean is None:  # without running statistics it would round its results to the dtype of x
+        running = Running(*x.new_zeros(2, x.shape[1], dtype=dtype))
     mean, var = torch.batch_norm_update_stats(x, *running)
     return mean, var
 

@@ -21,9 +21,9 @@ class Affine(NamedTuple):
     gamma: Tensor  # (C,)
     beta: Tensor  # (C,)
     activation: Activation
-    floor: float = 0.0  # smallest |gamma|; 0 where `Backend.floors` is False
+    floor: float = 0.0  # smallest |gamma|; 0 where `Backend.floors_gamma` is False
 
-    def explicit(self) -> "Affine":
+    def with_floored_gamma(self) -> "Affine":
         """The same with gamma floored."""
         return Affine(floored(self.gamma, self.floor), self.beta, self.activation) if self.floor else self
 
@@ -42,7 +42,7 @@ class BackwardInputs(NamedTuple):
     values: Tensor  # (N, C, *spatial)
     is_output: bool  # values are z
     offset: Tensor  # (C,), as are all below
-    factor: Tensor | None  # None: 1 / floored(gamma); never where `Backend.floors` is False
+    factor: Tensor | None  # None: 1 / floored(gamma); never where `Backend.floors_gamma` is False
     gamma: Tensor
     beta: Tensor
     invstd: Tensor
@@ -55,7 +55,7 @@ class BackwardInputs(NamedTuple):
     def affine(self) -> Affine:
         return Affine(self.gamma, self.beta, self.activation, self.floor)
 
-    def explicit(self) -> "BackwardInputs":
+    def with_floored_gamma(self) -> "BackwardInputs":
         """The same with gamma floored, and the factor as a tensor."""
         if self.factor is not None:
             return self
@@ -84,7 +84,7 @@ UNTRACKED = Running()
 class Backend:
     """The pieces; `forward` and `backward` combine them for statistics of one process."""
 
-    floors = False  # whether its kernels floor gamma themselves
+    floors_gamma = False  # whether its kernels floor gamma themselves
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
@@ -156,7 +156,7 @@ class FusedShapes(Backend):
     Unlike in `EagerBackend`, a pass allocates only its results, and no intermediate tensors.
     """
 
-    floors = True
+    floors_gamma = True
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mean, var = x.new_empty((2, x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))

@@ -657,7 +657,7 @@ def _moments_pass(key: Key) -> _Pass:
 
 
 @cache
-def _normalise_alone(key: Key, activation: str) -> Launch:
+def _normalise_launch(key: Key, activation: str) -> Launch:
     # It reads no parts, so it is compiled once for all.
     return _launch(_normalise_kernel, _tiling(key, reads=1, sums=False), ACTIVATION=activation, PARTS=1)
 
@@ -675,13 +675,12 @@ def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
 @cache
 def _sums_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling = _tiling(key, reads=2)
-    return _Pass(
-        tiling, _launch(_partial_sums_kernel, tiling, **_activation_constants(key, activation, is_output)), None
-    )
+    constants = _activation_constants(key, activation, is_output)
+    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **constants), None)
 
 
 @cache
-def _gradient_alone(key: Key, activation: str, is_output: bool) -> Launch:
+def _gradient_launch(key: Key, activation: str, is_output: bool) -> Launch:
     constants = _activation_constants(key, activation, is_output)
     return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, PARTS=1)
 
@@ -711,13 +710,13 @@ def _joint_statistics_launch(channels: int, ranks: int, device: torch.device) ->
     return Launch(_joint_statistics_kernel, triton.cdiv(channels, 128), (channels, ranks), {"BLOCK": 128}, {})
 
 
-def runs_on(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Whether the kernels support the device and dtype of a tensor."""
     device = "cpu" if INTERPRETED else "cuda"
     return x.device.type == device and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def probe(device: torch.device) -> None:
+def launch_small_kernel(device: torch.device) -> None:
     """Launch a small kernel. Raises whatever Triton raises if it cannot, e.g. without a C compiler."""
     TritonBackend().moments(torch.zeros(1, 1, 2, device=device))
 
@@ -725,17 +724,17 @@ def probe(device: torch.device) -> None:
 class TritonBackend(Backend):
     """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
 
-    floors = True
+    floors_gamma = True
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        prepared = _moments_pass(_key(x))
-        partials = x.new_empty(prepared.partials, dtype=torch.float32)
-        prepared.first((x, partials))
-        if prepared.second is None:
+        moments_pass = _moments_pass(_key(x))
+        partials = x.new_empty(moments_pass.partials, dtype=torch.float32)
+        moments_pass.first((x, partials))
+        if moments_pass.second is None:
             mean, var = partials.view(2, -1)
         else:
             mean, var = partials.new_empty((2, x.shape[1]))
-            prepared.second((partials, mean, var))
+            moments_pass.second((partials, mean, var))
         return mean, var
 
     def joint_statistics(
@@ -756,7 +755,7 @@ class TritonBackend(Backend):
         gamma, beta, activation, floor = affine
         z = x if overwrite else torch.empty_like(x)
         floats = (0.0, 0.0, floor, float(activation.param))
-        _normalise_alone(_key(x), activation.name)((x, z, mean, invstd, gamma, beta, None, None, None), floats)
+        _normalise_launch(_key(x), activation.name)((x, z, mean, invstd, gamma, beta, None, None, None), floats)
         return z
 
     def forward(
@@ -766,45 +765,45 @@ class TritonBackend(Backend):
             return super().forward(x, affine, eps, running, overwrite)
         running_mean, running_var, momentum = running
         gamma, beta, activation, floor = affine
-        prepared = _forward_pass(_key(x), activation.name)
+        forward_pass = _forward_pass(_key(x), activation.name)
         mean = torch.empty_like(beta)
         invstd = torch.empty_like(beta)  # of its own storage: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
         floats = (float(momentum), float(eps), floor, float(activation.param))
-        if prepared.second is None:
-            prepared.first((x, z, mean, invstd, gamma, beta, running_mean, running_var), floats)
+        if forward_pass.second is None:
+            forward_pass.first((x, z, mean, invstd, gamma, beta, running_mean, running_var), floats)
         else:
-            partials = beta.new_empty(prepared.partials)
-            prepared.first((x, partials))
-            prepared.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
+            partials = beta.new_empty(forward_pass.partials)
+            forward_pass.first((x, partials))
+            forward_pass.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        prepared = _sums_pass(_key(kept.values), kept.activation.name, kept.is_output)
-        partials = _partial_sums(prepared, kept, _in_order_of(kept.values, dz))
+        sums_pass = _sums_pass(_key(kept.values), kept.activation.name, kept.is_output)
+        partials = _partial_sums(sums_pass, kept, _in_format_of(kept.values, dz))
         parts = partials.view(2, -1, len(kept.beta))
         dbeta, dgamma = parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        launch = _gradient_alone(_key(kept.values), kept.activation.name, kept.is_output)
+        launch = _gradient_launch(_key(kept.values), kept.activation.name, kept.is_output)
         dx = torch.empty_like(kept.values)
         vectors = (*_vectors(kept), kept.invstd, mean_dy, mean_dy_x_hat, None, None, None)
-        launch((kept.values, _in_order_of(kept.values, dz), dx, *vectors), _floats(kept))
+        launch((kept.values, _in_format_of(kept.values, dz), dx, *vectors), _floats(kept))
         return dx
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        prepared = _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
-        dz = _in_order_of(kept.values, dz)
+        backward_pass = _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
+        dz = _in_format_of(kept.values, dz)
         dx = torch.empty_like(kept.values)
         dgamma = torch.empty_like(kept.beta)
         dbeta = torch.empty_like(kept.beta)
         tensors = (kept.values, dz, dx, *_vectors(kept), kept.invstd)
-        if prepared.second is None:
-            prepared.first((*tensors, dbeta, dgamma), _floats(kept))
+        if backward_pass.second is None:
+            backward_pass.first((*tensors, dbeta, dgamma), _floats(kept))
         else:
-            partials = _partial_sums(prepared, kept, dz)
-            prepared.second((*tensors, None, None, partials, dbeta, dgamma), _floats(kept))
+            partials = _partial_sums(backward_pass, kept, dz)
+            backward_pass.second((*tensors, None, None, partials, dbeta, dgamma), _floats(kept))
         return dx, dgamma, dbeta
 
 
@@ -813,9 +812,9 @@ def _are_contiguous(running: Running) -> bool:
     return all(statistic is None or statistic.is_contiguous() for statistic in (running.mean, running.var))
 
 
-def _partial_sums(prepared: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = kept.beta.new_empty(prepared.partials)
-    prepared.first((kept.values, dz, *_vectors(kept), partials), _floats(kept))
+def _partial_sums(kernels: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
+    partials = kept.beta.new_empty(kernels.partials)
+    kernels.first((kept.values, dz, *_vectors(kept), partials), _floats(kept))
     return partials
 
 
@@ -828,7 +827,7 @@ def _floats(kept: BackwardInputs) -> tuple[float, float]:
     return kept.floor, float(kept.activation.param)
 
 
-def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:
+def _in_format_of(values: Tensor, dz: Tensor) -> Tensor:
     """dz in the memory format of `values`, copied only if it differs."""
     is_ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
     return dz if is_ordered else torch.empty_like(values).copy_(dz)

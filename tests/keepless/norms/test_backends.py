@@ -38,7 +38,7 @@ def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(m
 @pytest.mark.parametrize("error", [None, "Failed to find C compiler. Please specify\nor otherwise."])
 def test_a_device_is_tried_once_and_an_error_is_said(monkeypatch, error):
     probe, device = Mock(side_effect=error and RuntimeError(error)), torch.device("cuda:1")
-    monkeypatch.setattr(backends, "_triton", lambda: SimpleNamespace(probe=probe))
+    monkeypatch.setattr(backends, "_triton_kernels", lambda: SimpleNamespace(launch_small_kernel=probe))
     monkeypatch.setattr(backends, "triton_launches", cache(backends.triton_launches.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -54,10 +54,10 @@ def test_a_backend_that_cannot_compute_says_so(strategy):
     layer = STRATEGIES[strategy]
     with pytest.raises(ValueError, match="backend='cuda' is not known"):
         layer(4, backend="cuda")
-    if backends._triton() is None:
+    if backends._triton_kernels() is None:
         with pytest.raises(ValueError, match="needs the package triton"):
             layer(4, backend="triton")
-    elif not backends._triton().INTERPRETED:
+    elif not backends._triton_kernels().INTERPRETED:
         with pytest.raises(ValueError, match="float32 tensor on cpu: expected .* on CUDA"):
             layer(4, backend="triton")(torch.randn(2, 4, 3, 3))
 
@@ -65,7 +65,7 @@ def test_a_backend_that_cannot_compute_says_so(strategy):
 @pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
 def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
     """Kernels assume contiguous vectors; weights may be columns of a matrix (e.g. from a hypernetwork)."""
-    backend = Mock(wraps=EagerBackend(), floors=False)
+    backend = Mock(wraps=EagerBackend(), floors_gamma=False)
     monkeypatch.setattr(bn_act, "backend_for", lambda name, x: backend)
     vectors = {"weight": torch.rand(4, 2)[:, 0], "bias": torch.tensor(0.3).expand(4)}
     layer, x = cls(4), torch.randn(2, 4, 3, 3)

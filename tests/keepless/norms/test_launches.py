@@ -38,7 +38,7 @@ def test_a_layer_launches_two_or_four_kernels_and_allocates_what_they_write(
     launched, monkeypatch, shape, kernels, partials
 ):
     """Host time is counted by the operators of PyTorch beside them."""
-    monkeypatch.setattr(triton_kernels, "runs_on", lambda x: True)
+    monkeypatch.setattr(triton_kernels, "supports", lambda x: True)
     layer, x = InPlaceABN(8, backend="triton"), torch.randn(shape).requires_grad_()
     dz = torch.ones(shape)
     for _ in range(2):  # the first prepares

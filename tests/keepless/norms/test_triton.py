@@ -186,7 +186,7 @@ def test_writes_over_its_input(backend, device, many_tiles, memory_format):
     ],
 )
 def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, training, with_gaps):
-    monkeypatch.setattr(backends, "_triton", lambda: copies[device])
+    monkeypatch.setattr(backends, "_triton_kernels", lambda: copies[device])
     example = case((3, 4, 5, 6), device)
     results = []
     for overwrite_input in (False, True):
@@ -202,14 +202,14 @@ def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, tra
 
 def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
     """`backend="auto"` asks it whether Triton works."""
-    copies[device].probe(torch.device(device))
+    copies[device].launch_small_kernel(torch.device(device))
 
     def refuse(*args, **options):
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(copies[device].Launch, "__call__", refuse)
     with pytest.raises(RuntimeError, match="C compiler"):
-        copies[device].probe(torch.device(device))
+        copies[device].launch_small_kernel(torch.device(device))
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -240,11 +240,11 @@ def test_gamma_is_floored_within_the_kernels(backend, device):
     example = case((3, 7, 3, 4), device)._replace(gamma=gamma)
     affine = example.affine._replace(floor=1e-3)
     z, mean, invstd = backend.forward(example.x, affine, 1e-5, UNTRACKED)
-    wanted, _, _ = EAGER.forward(example.x, affine.explicit(), 1e-5, UNTRACKED)
+    wanted, _, _ = EAGER.forward(example.x, affine.with_floored_gamma(), 1e-5, UNTRACKED)
     torch.testing.assert_close(z, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(backend.normalise(example.x, mean, invstd, affine), z, equal_nan=True)
     kept = BackwardInputs(z, True, example.beta, None, gamma, example.beta, invstd, affine.activation, floor=1e-3)
-    results, explicit = backend.backward(kept, example.dz), EAGER.backward(kept.explicit(), example.dz)
+    results, explicit = backend.backward(kept, example.dz), EAGER.backward(kept.with_floored_gamma(), example.dz)
     pieces = backend.sums(kept, example.dz)
     for result, wanted in zip((*results, *pieces), (*explicit, *explicit[:0:-1]), strict=True):
         torch.testing.assert_close(result, wanted, rtol=2e-4, atol=1e-4, equal_nan=True)
