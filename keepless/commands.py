@@ -20,7 +20,7 @@ def autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:
     return torch.autocast(device, getattr(torch, dtype)) if dtype else nullcontext()
 
 
-def network_of(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
+def network_and_example(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
     """The result of MODULE:FUNCTION. ValueError: there is no such function, it fails, or it returns something else.
 
     `on_meta`: it is called under torch.device("meta"), and without if that fails.
@@ -34,10 +34,10 @@ def network_of(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
     try:
         with torch.device("meta") if on_meta else nullcontext():
             returned = function()
-    except Exception as first:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
+    except Exception as error:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
         if not on_meta:
-            raise in_a_line(first, name) from first
-        return network_of(name)
+            raise one_line_error(error, name) from error
+        return network_and_example(name)
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], nn.Module):
         values = returned if isinstance(returned, tuple) else (returned,)
         kinds = [type(value).__name__ for value in values]
@@ -48,7 +48,7 @@ def network_of(name: str, on_meta: bool = False) -> tuple[nn.Module, Any]:
     return returned
 
 
-def in_a_line(error: Exception, subject: str) -> ValueError:
+def one_line_error(error: Exception, subject: str) -> ValueError:
     """An error of the user's code as a message in one line: "SUBJECT raises …"."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = str(error).strip().partition("\n")[0]

@@ -68,7 +68,7 @@ def upsampled_cross_entropy(
     options |= {"reduction": reduction, "align_corners": align_corners, "stride": stride}
     if has_torch_function(tensors):  # a function mode, such as a recording, sees one call
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
-    _check(logits, labels, weight, fraction, reduction, stride)
+    _check_arguments(logits, labels, weight, fraction, reduction, stride)
     apply = torch.compiler.disable(_Loss.apply) if torch.compiler.is_compiling() else _Loss.apply
     try:
         return apply(logits, labels, *options.values())
@@ -77,7 +77,7 @@ def upsampled_cross_entropy(
         raise
 
 
-def _check(
+def _check_arguments(
     logits: Tensor, labels: Tensor, weight: Tensor | None, fraction: float | None, reduction: str, stride: int | None
 ) -> None:
     if logits.dim() != 4 or labels.dim() != 3 or logits.shape[0] != labels.shape[0] or not logits.numel():
@@ -143,18 +143,19 @@ class _Loss(torch.autograd.Function):
             weights = is_class.to(dtype)  # of the pixels, (N, H, W)
             if weight is not None:
                 weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
-            pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners, stride)
+            tiles = _Tiles(logits, labels.where(is_class, 0), weights, align_corners, stride)
             if fraction is None:
-                counts = (
-                    weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
-                )
+                if reduction == "mean":
+                    counts = weights.sum()
+                else:
+                    counts = len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
                 shares = weights / counts
-                losses = pixels.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
+                losses = tiles.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
                 value = (losses * weights / counts).sum()
             else:
-                value, chosen = mean_of_largest(pixels.losses().mul_(weights).flatten(1), fraction)
+                value, chosen = mean_of_largest(tiles.losses().mul_(weights).flatten(1), fraction)
                 if gradient is not None:
-                    pixels.losses(gradient, chosen.view_as(weights) * weights)
+                    tiles.losses(gradient, chosen.view_as(weights) * weights)
         ctx.save_for_backward(logits.new_empty(0) if gradient is None else gradient)
         ctx.dtype = logits.dtype
         return value
@@ -200,7 +201,7 @@ class _Tiles:
         self.down = None if height == rows else _interpolation(height, rows, align_corners, weights)[: size[0]]
         self.across = None if width == columns else _interpolation(width, columns, align_corners, weights)[: size[1]]
         limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
-        self.rows = max(1, limit // (classes * size[1] * self.dtype.itemsize))
+        self.rows_per_tile = max(1, limit // (classes * size[1] * self.dtype.itemsize))
 
     def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
         """The loss of every pixel, (N, H, W). Adds the gradient of their sum, weighted by `shares`, to `gradient`."""
@@ -212,8 +213,8 @@ class _Tiles:
             row_count = 1
         for number, logits in enumerate(crops):
             cells = logits.transpose(0, 1).to(self.dtype).contiguous()  # (h, K, w)
-            for begin in range(0, row_count, self.rows):
-                rows = slice(begin, begin + self.rows)
+            for begin in range(0, row_count, self.rows_per_tile):
+                rows = slice(begin, begin + self.rows_per_tile)
                 tile, source = self._upsampled(cells, rows)  # (rows, K, W)
                 labels = self.labels[number, rows, None].long()
                 label_logits = tile.gather(1, labels)

@@ -61,7 +61,7 @@ class MadeTensors(TorchDispatchMode):
         result = self.call(function, args, kwargs or {})
         for storage in _storages(result):
             if address(storage) not in argument_addresses and address(storage) not in self.references:
-                self.add(storage)
+                self.count_storage(storage)
         if function is torch.ops.aten.add.Tensor and engine_adds() and self._could_be_in_place(args[0], result):
             gradient, total = map(address, _storages([args[0], result]))
             self._sum = _Sum(gradient, total, len(self.changes), previous_peak)
@@ -71,7 +71,7 @@ class MadeTensors(TorchDispatchMode):
         """Run an operator."""
         return function(*args, **kwargs)
 
-    def number(self, tensor: Tensor) -> int | None:
+    def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was made in this context and still exists."""
         return self.numbers.get(address(tensor.untyped_storage()))
 
@@ -91,12 +91,12 @@ class MadeTensors(TorchDispatchMode):
         """Where the program is, e.g. in the backward pass."""
         return ""
 
-    def add(self, storage: torch.UntypedStorage) -> None:
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
         storage_address = address(storage)
         size = storage.nbytes()
         number = len(self.sizes)
-        self.references[storage_address] = weakref.ref(storage, partial(self._freed, storage_address))
+        self.references[storage_address] = weakref.ref(storage, partial(self._count_release, storage_address))
         self.numbers[storage_address] = number
         self.nodes[storage_address] = _node_identity(running_node())
         self.bytes += size
@@ -104,7 +104,7 @@ class MadeTensors(TorchDispatchMode):
         self.sizes.append(size)
         self.note(Change(number, size, self.place()))
 
-    def _freed(self, storage_address: int, _: object) -> None:
+    def _count_release(self, storage_address: int, _: object) -> None:
         number = self.numbers.pop(storage_address)
         del self.references[storage_address], self.nodes[storage_address]
         addition = self._sum
@@ -118,7 +118,7 @@ class MadeTensors(TorchDispatchMode):
             self.note(Change(number, -size, self.place()))
 
     def note(self, change: Change) -> None:
-        """Memory has been allocated or freed."""
+        """Record that memory has been allocated or freed."""
         self.changes.append(change)
 
     def take_back(self) -> Change:

@@ -166,8 +166,8 @@ def changing_mode() -> type | None:
 
 
 def _keeps_results(mode: type) -> bool:
-    is_ours = mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
-    return is_ours or issubclass(mode, FakeTensorMode)  # which computes no values
+    is_observer = mode.__module__.split(".")[0] in ("torch", "keepless") and mode.__name__ not in _CHANGE_RESULTS
+    return is_observer or issubclass(mode, FakeTensorMode)  # which computes no values
 
 
 def is_observed() -> bool:
@@ -299,13 +299,13 @@ unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
 def packed_by(node: Any, name: str) -> Any:
     """The packed object that PyTorch's node holds for the saved tensor with this name; None if there is none."""
     try:
-        return _getter(name)(node)
+        return _packed_getter(name)(node)
     except AttributeError:
         return None
 
 
 @cache
-def _getter(name: str) -> Callable[[Any], Any]:
+def _packed_getter(name: str) -> Callable[[Any], Any]:
     return attrgetter(f"_raw_saved_{name}.data")
 
 
@@ -317,17 +317,17 @@ def saved_names(kind: Any) -> list[str]:
     return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != list_name]
 
 
-def packed_in_node(node: Any) -> tuple[Any, ...]:
+def single_tensors_packed_by(node: Any) -> tuple[Any, ...]:
     """What a node of PyTorch's holds for its single tensors: what hooks have packed, or the tensors themselves."""
     try:
         kind: Any = type(node)
-        return _getter_of(kind)(node)
+        return _single_tensors_getter(kind)(node)
     except (AttributeError, RuntimeError):  # a list of tensors
         return ()
 
 
 @cache
-def _getter_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+def _single_tensors_getter(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     names = [f"_raw_saved_{name}.data" for name in saved_names(kind)]
     if not names:
         return lambda node: ()
@@ -342,7 +342,7 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
     return ()
 
 
-def packed_in(node: Any) -> list[Any]:
+def all_packed_by(node: Any) -> list[Any]:
     """What hooks have packed of all the tensors that a node has saved; none once a backward pass has freed it."""
     with suppress(RuntimeError):
         kind: Any = type(node)
@@ -362,8 +362,11 @@ def declared_results(overload: OpOverload) -> list[Any]:
 
 def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes over."""
-    arguments = enumerate(operator._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def gathered_dtype(module: Any) -> torch.dtype | None:

@@ -20,7 +20,10 @@ def bytes_of(text: str) -> int | None:
 def share_of(text: str) -> float | None:
     """The share in a text such as 50% or 0.5; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *%|(\d?\.\d+)", text.strip(), re.ASCII)
-    return match and (float(match[1]) / 100 if match[1] else float(match[2]))
+    if match is None:
+        return None
+    percent, share = match.groups()
+    return float(percent) / 100 if percent else float(share)
 
 
 def size_text(count: int) -> str:

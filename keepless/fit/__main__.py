@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from ..commands import AUTOCAST, autocast, in_a_line, network_of, run_command
+from ..commands import AUTOCAST, autocast, network_and_example, one_line_error, run_command
 from .device import OPTIMIZERS
 from .fit import Fit, fit, limits
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> Fit:
     with suppress(ValueError):
         step_options["optimizer"] = float(options.optimizer)
     limits(options.memory, **step_options)  # raises before the network is made
-    network, example = network_of(options.function, on_meta=True)
+    network, example = network_and_example(options.function, on_meta=True)
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     if options.grow:
         print(f"searching for the largest {options.grow}: minutes for a large network", file=sys.stderr)
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> Fit:
         try:
             fitted = fit(network, example, options.memory, **step_options)
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
-            raise in_a_line(error, f"a step of {options.function}'s network on its example") from error
+            raise one_line_error(error, f"a step of {options.function}'s network on its example") from error
     print(fitted)
     return fitted
 

@@ -88,7 +88,7 @@ class CountedStep(MadeTensors):
     def backward_ends(self, parameters: Iterable[Tensor]) -> None:
         """Note that only the optimiser's step follows, for the gradients of these parameters."""
         self.part = "optimizer"
-        self.gradients = {self.number(parameter.grad) for parameter in parameters if parameter.grad is not None}
+        self.gradients = {self.number_of(parameter.grad) for parameter in parameters if parameter.grad is not None}
 
     def memory(self, resident: dict[str, int], kept: int) -> StepMemory:
         """The step's memory, beside `resident` bytes by category, gradients among them."""
@@ -108,7 +108,7 @@ class CountedStep(MadeTensors):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         temporary_bytes = temporaries_of(function, args, kwargs)
         if temporary_bytes:
-            self.add(torch.empty(temporary_bytes, dtype=torch.uint8).untyped_storage())  # freed at once
+            self.count_storage(torch.empty(temporary_bytes, dtype=torch.uint8).untyped_storage())  # freed at once
         if self.timed:
             moved, operations = work_of(function, args, kwargs, result)
             if moved:

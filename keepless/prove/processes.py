@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..commands import autocast, in_a_line, network_of
+from ..commands import autocast, network_and_example, one_line_error
 from ..recompute.signatures.plans import Budget, arguments_of
 from ..torch_internals import tree_map
 from .proof import Proof, Steps, proof_of
@@ -42,7 +42,7 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    network, example = network_of(name)
+    network, example = network_and_example(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         inputs = tree_map(lambda leaf: _on_device(device, leaf), arguments_of(example))
@@ -53,7 +53,7 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
             else:
                 steps = run_prepared_steps(network, inputs, budget)
     except Exception as error:  # a network may raise anything
-        raise in_a_line(error, f"a {'step' if budget is None else 'prepared step'} of {name}'s network") from None
+        raise one_line_error(error, f"a {'step' if budget is None else 'prepared step'} of {name}'s network") from None
     torch.save(tuple(steps), file)
 
 

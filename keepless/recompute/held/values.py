@@ -24,11 +24,11 @@ from ...saved import (
 from ...torch_internals import (
     Hooks,
     address,
+    all_packed_by,
     at_end_of_backward,
     backward_number,
     function_modes_on,
     is_any_autocast_enabled,
-    packed_in,
     without_function_modes,
 )
 from .elsewhere import is_elsewhere
@@ -273,7 +273,7 @@ class Saved:
                 return  # hooks of the program have got it, or it is refused
         hooks = None if is_elsewhere(hooks) else hooks
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
-            is_result = any([pack is self for pack in packed_in(tensor.grad_fn)])
+            is_result = any([pack is self for pack in all_packed_by(tensor.grad_fn)])
             source = Kept(tensor, hooks, detaches=is_result)
         elif type(source) is Kept and is_held:
             source = Kept(source.original(sharing), hooks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...saved import Kept, copied
-from ...torch_internals import packed_by, packed_in_node
+from ...torch_internals import packed_by, single_tensors_packed_by
 from ..held.values import Value, saved_value
 from ..table.rules import NotRepeated
 from .derivation import DERIVING, recipe_input, value_by_advice, value_of
@@ -160,7 +160,7 @@ def packs_of(node: Any) -> Sequence[Any]:
     """What a node holds: tensors, those inside `Kept`, or other objects that hooks have packed."""
     if node is None:
         return ()
-    return [pack.packed if type(pack) is Kept else pack for pack in packed_in_node(node)]
+    return [pack.packed if type(pack) is Kept else pack for pack in single_tensors_packed_by(node)]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -19,11 +19,11 @@ from ...torch_internals import (
     FakeTensor,
     OpOverload,
     address,
+    all_packed_by,
     backward_runs,
     calling_module,
     next_node_number,
     node_number,
-    packed_in,
     running_node,
     tree_map,
     without_function_modes,
@@ -274,7 +274,7 @@ class _Packed(Kept):
         if tensor is None:
             super().__init__(sharing.detach().as_strided(*self.place[1:]), None)
         else:
-            is_own = any(packed is self for packed in packed_in(tensor.grad_fn))
+            is_own = any(packed is self for packed in all_packed_by(tensor.grad_fn))
             super().__init__(tensor, None, detaches=is_own)
 
     def get(self) -> Tensor:
@@ -310,7 +310,7 @@ class Allocations(MadeTensors):
 
     def memory(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was allocated in the step."""
-        number = self.number(tensor)
+        number = self.number_of(tensor)
         return None if number is None else self.memories[number]
 
     @contextmanager

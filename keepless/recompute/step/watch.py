@@ -94,8 +94,8 @@ class Watch(Counting):
         if self.allocations not in dispatch_modes():
             push_dispatch_mode(self.allocations)
         for gradient in gradients:
-            if gradient is not None and is_ordinary(gradient) and self.allocations.number(gradient) is None:
-                self.allocations.add(gradient.untyped_storage())
+            if gradient is not None and is_ordinary(gradient) and self.allocations.number_of(gradient) is None:
+                self.allocations.count_storage(gradient.untyped_storage())
 
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if self.in_pass:
