@@ -46,8 +46,8 @@ class Merged(nn.Module):
     The module stays the same object, with its attributes, and gets this class.
     """
 
-    kind: type[nn.Module]  # which it was
-    included: set[Activation]  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
+    kind: type[nn.Module]  # its class before
+    included: set[Activation]  # that norms compute in its place, e.g. a leaky ReLU for a ReLU
 
     def forward(self, x: Tensor | Activated) -> Tensor:
         """x: any shape and floating dtype. RuntimeError if x includes another activation, or has lost its gradient."""

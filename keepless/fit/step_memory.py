@@ -58,7 +58,8 @@ class PlannedStep(NamedTuple):
 
     def within(self, available: int) -> tuple[int, float]:
         """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
-        fitting = (plan for plan in self.plans if plan[0] <= available - self.resident_bytes)
+        room = available - self.resident_bytes
+        fitting = ((peak, time) for peak, time in self.plans if peak <= room)
         return min(fitting, key=itemgetter(1), default=min(self.plans))
 
 

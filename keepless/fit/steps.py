@@ -135,8 +135,8 @@ class Steps:
             logger.info("%s: trying %s", name, shape_text(shape_of(example)))  # many seconds each
             choices = frontier(counted_step(self.network, *example).as_gradients_come())
             planned = [(choice.peak, plain_seconds + choice.seconds) for choice in choices]
-            plans = [plain, self.peak_and_seconds(RECOMPUTED, value), *planned]
-            plans = [(peak, seconds) for peak, seconds in plans if seconds <= self.time * plain_seconds]
+            all_plans = [plain, self.peak_and_seconds(RECOMPUTED, value), *planned]
+            plans = [(peak, seconds) for peak, seconds in all_plans if seconds <= self.time * plain_seconds]
         else:
             plans = [self.peak_and_seconds(name, value)]
         resident = {"weights": self.weights, "states": self.states, "example": bytes_of_tensors(tensors_in(example))}
@@ -148,11 +148,13 @@ class Steps:
         self.network.zero_grad()
         example = self.growing.resized(value)
         args, kwargs = example
-        context: Any = nullcontext()
+        context: Any
         if name == RECOMPUTED:
             context = Recording(inputs=tensors_in(example))
         elif name == CHECKPOINTED:
             context = _checkpointing(self.blocks)
+        else:
+            context = nullcontext()
         try:
             with CountedStep(timed=True) as step:
                 with context:

@@ -829,5 +829,5 @@ def _floats(kept: BackwardInputs) -> tuple[float, float]:
 
 def _in_format_of(values: Tensor, dz: Tensor) -> Tensor:
     """dz in the memory format of `values`, copied only if it differs."""
-    is_ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
-    return dz if is_ordered else torch.empty_like(values).copy_(dz)
+    has_format = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
+    return dz if has_format else torch.empty_like(values).copy_(dz)
