@@ -52,8 +52,8 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
             index = assemble.class_index(config, run.train_set, world, progress)
         minibatches = assemble.training_loader(config, run.train_set, steps, world, run.start_step, index)
         loss = assemble.loss(config.loss, index, network=run.learner.network).to(world.device)
-        evaluated = config.trainer.evaluate_images
-        images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, evaluated)
+        image_count = config.trainer.evaluate_images  # None: all
+        images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, image_count)
         at_once = assemble.at_once(config, world.device, world.size)
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images, at_once)))
 

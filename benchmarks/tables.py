@@ -123,7 +123,7 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
         by_speed: dict[str, list[Run]] = {}
         repeats: dict[Path, Run] = {}
         for run in sorted(counted_runs, key=lambda run: (run.experiment != name, -siblings[run.folder.parent])):
-            differing = papers.differing(run.typed, name).items()  # keys of SPEED
+            differing = papers.differing_keys(run.typed, name).items()  # keys of SPEED
             speed = (f"{key}={value}" for key, value in differing if key in run.keys)
             rivals = by_speed.setdefault(" ".join(speed), [])
             same_seed = [rival for rival in rivals if rival.typed.seed == run.typed.seed]
@@ -158,14 +158,14 @@ def as_markdown(name: str, rows: list[Row], out: Path) -> str:
 
 def _missing(row: Row) -> str:
     """An experiment without runs, with the scores published for its own evaluation."""
-    scores = [score for score in papers.published(row.experiment) if not score.evaluation]
+    scores = [score for score in papers.published_scores(row.experiment) if not score.evaluation]
     percents = " / ".join(f"{score.percent:.2f}" for score in scores if score.source == scores[0].source)
     return f"`{row.experiment.rpartition('/')[2]}`" + (f" {percents}" if scores else "")
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
-    published = papers.published(row.experiment)
+    published = papers.published_scores(row.experiment)
     evaluations = dict.fromkeys((score.evaluation, score.source) for score in published) or {("", ""): None}
     for number, (evaluation, source) in enumerate(evaluations):
         scores = [score for score in published if (score.evaluation, score.source) == (evaluation, source)]
@@ -201,7 +201,7 @@ def _values(runs: list[Run], evaluation: str, score: str) -> list[float]:
 
 
 def _measured(runs: list[Run]) -> str:
-    return ", ".join(f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in runs if run.on_gpu()) or "–"
+    return ", ".join(f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in runs if run.used_gpu()) or "–"
 
 
 def _link(run: Run, out: Path) -> str:

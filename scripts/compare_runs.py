@@ -78,7 +78,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
     argument = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
     command = f'python -m scripts.compare_runs {argument} out=OUT "title={title}"'
-    lines = [f"# {title}", "", "```", *map(printable, [*(run.launched() for run in runs), command]), "```", ""]
+    lines = [f"# {title}", "", "```", *map(printable, [*(run.launch_command() for run in runs), command]), "```", ""]
     lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
     if len(runs) > len(groups):
         lines += ["", f"Means ± standard deviations over {' and '.join(varied_nouns)}."]

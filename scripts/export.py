@@ -84,7 +84,7 @@ def export(options: Export) -> dict:
         program = program_of(opened.network, options.size, getattr(torch, options.precision), options.argmax)
     if options.format == "onnx":
         content = onnx_model(program, description, options.size)
-        loaded = run_onnx(content)
+        loaded = onnx_runner(content)
     else:
         content = exported_program(program, description)
         loaded = torch.export.load(BytesIO(content)).module()
@@ -160,12 +160,12 @@ def onnx_model(program: ExportedProgram, description: str, size: Sequence[int] |
     except ImportError as error:  # torch.onnx's own error derives from it
         raise ValueError(f"format=onnx needs packages ({error}): {_INSTALL}") from error
     assert onnx_program is not None
-    _in_one_dtype(onnx_program.model)
+    _mend_weights(onnx_program.model)
     onnx_program.model.metadata_props["network"] = description
     return onnx_program.model_proto.SerializeToString()
 
 
-def _in_one_dtype(model: Any) -> None:
+def _mend_weights(model: Any) -> None:
     """Mend float16 convolutions into which onnxscript 0.7 has folded float32 norms: their weights are float32 then."""
     import onnx_ir  # type: ignore[import-not-found]  # comes with onnxscript
 
@@ -178,7 +178,7 @@ def _in_one_dtype(model: Any) -> None:
                 weight.dtype = image.dtype
 
 
-def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+def onnx_runner(content: bytes) -> Callable[[Tensor], Tensor]:
     """A function that runs an ONNX model with onnxruntime. ValueError: it is not installed."""
     try:
         import onnxruntime

@@ -49,9 +49,9 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
         step = replace(config, memory=memory)
         console.print(f"trainer.recompute=budget: {remark}.")
     trace = planner.step_memory(step, share, config.data.crop_size, devices)
-    fails = budget is not None and trace.peak > budget
+    exceeds_budget = budget is not None and trace.peak > budget
     if budget is not None:
-        verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
+        verdict = f"This step {'does not fit' if exceeds_budget else 'fits'} into memory.budget={config.memory.budget}"
         console.print(f"{verdict}: less {deductions(devices)}, {size_text(budget)} are left for tensors.")
     on_devices = "on one device" if devices == 1 else f"on each of {devices} devices"
     if config.trainer.accumulation_steps > 1:
@@ -62,7 +62,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"saved for backward: {size_text(trace.kept)}")
     if config.memory.fit is not None:
-        fitting = fits(config, devices, console)
+        fitting = fitting_configs(config, devices, console)
         paper = FITS[config.memory.fit].replace("_", " ")
         limit = max(planner.all_images(config_of_norm, devices) for config_of_norm in fitting.values())
         console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {on_devices}{limit}:")
@@ -71,7 +71,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
         console.print("trainer.compile=true is estimated as without it: compiled graphs save about as much.")
-    if fails and not fitting:
+    if exceeds_budget and not fitting:
         raise ValueError(
             f"memory.budget={config.memory.budget}: this step needs {size_text(trace.peak)}; memory.fit=batch or "
             f"memory.fit=crop finds what fits"
@@ -79,7 +79,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     return fitting
 
 
-def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, TrainingRun]:
+def fitting_configs(config: TrainingRun, devices: int, console: Console) -> dict[str, TrainingRun]:
     """{norm: the configuration with the largest minibatch that fits}; prints why other norms have none."""
     fitting = {}
     for norm in ("std", "checkpoint", "inplace"):

@@ -103,7 +103,7 @@ def predict(options: Prediction) -> list[Path]:
     with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
             shown_path = str(file.relative_to(source if source.is_dir() else source.parent))
-            image = findings.decoded(file, shown_path, network)
+            image = findings.decode(file, shown_path, network)
             if image is None:
                 continue
             if findings.images < 3:  # the first may take longer than others
@@ -114,8 +114,8 @@ def predict(options: Prediction) -> list[Path]:
                 places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
                 written.append(places["ids"])
                 predicted = network.start_prediction(image, options.probabilities)
-                segment = partial(segmented, network, picture, predicted, options)
-                make = partial(findings.unless_too_large, file, segment)
+                segment = partial(segmentation_of, network, picture, predicted, options)
+                make = partial(findings.call_unless_too_large, file, segment)
                 layers = 2 + (2 * len(network.classes) if options.probabilities else 0)  # these in float32 and float16
                 files.add(make, partial(write_segmented, places, add), layers * image.nbytes)
             else:
@@ -145,8 +145,8 @@ class Findings:
     pages: dict[str, int] = field(default_factory=dict)  # of files of which only the first was read
     levels: list[Use] = field(default_factory=list)  # of 16-bit images, and some of 8 bits
 
-    def decoded(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray | None:
-        """An image; None if it cannot be read, or its header says that it is too large, which is noted."""
+    def decode(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray | None:
+        """Decode an image. None, which is noted: it cannot be read, or its header says that it is too large."""
         try:
             stored = read(file, True, network.channels)
             if stored.is_png_or_jpeg:
@@ -171,7 +171,7 @@ class Findings:
         text = str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
         self.unreadable.append(text)
 
-    def unless_too_large(self, file: Path, make: Callable[[], T]) -> T | None:
+    def call_unless_too_large(self, file: Path, make: Callable[[], T]) -> T | None:
         """What `make` returns; None if memory runs out, which is noted."""
         try:
             return make()
@@ -180,10 +180,10 @@ class Findings:
             return None
 
 
-def segmented(
+def segmentation_of(
     network: Segmenter, image: np.ndarray, predicted: Callable[[], np.ndarray], options: Prediction
 ) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
-    """When an image is predicted: the share of each class, the train ids, uint8 (H, W), and the files' contents."""
+    """Wait for an image's prediction: the share of each class, train ids, uint8 (H, W), and contents of the files."""
     prediction = predicted()  # ids, or (K, H, W)
     contents = {}
     if options.probabilities:
@@ -195,7 +195,7 @@ def segmented(
 
 
 def write_segmented(places: dict[str, Path], add: Callable | None, prediction: tuple | None) -> None:
-    """Write the files of an image, see `segmented`, and add it to the page; nothing of one that was put aside."""
+    """Write the files of an image, see `segmentation_of`, and add it to the page; nothing of one that was put aside."""
     if prediction is None:
         return
     shares, ids, contents = prediction
@@ -287,21 +287,21 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def check_written(options: Prediction, output: Path, images: Iterable[Path], meant: list[dict] | None) -> None:
-    """ValueError if files would be replaced that this command has not written, or has with other classes than `meant`.
+def check_written(options: Prediction, output: Path, images: Iterable[Path], class_rows: list[dict] | None) -> None:
+    """ValueError if files would be replaced that this command has not written, or has with other classes.
 
-    A classes.json of ours stands for the pictures beside it. `meant`: see `class_list`; None for a classifier.
+    A classes.json of ours stands for the pictures beside it. `class_rows`: see `class_list`; None for a classifier.
     """
     if options.report:
         writable_file("report", Path(options.report), file_of(options.checkpoint), *images, kind="page of predictions")
-    if meant is None:
+    if class_rows is None:
         writable_file("output", output / TABLE, kind="likeliest classes")
         return
     file = writable_folder("output", output) / CLASSES
     if is_ours(file, "class list"):
         classes = read_json(file)
-        if classes != meant:
-            old_names, names = (", ".join(str(row["name"]) for row in rows) for rows in (classes, meant))
+        if classes != class_rows:
+            old_names, names = (", ".join(str(row["name"]) for row in rows) for rows in (classes, class_rows))
             raise ValueError(
                 f"output={output} holds another network's predictions, of the classes {old_names}; this network has "
                 f"{names}: give another folder"

@@ -142,7 +142,7 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     entry = f"{papers.all_experiments()[experiment]}.py"
     unquoted = (entry, *plugins.words(), *options, *inputs, *accumulation, *arguments.overrides)
     words = [as_typed(word, type(config)) for word in unquoted]
-    rows = [row for name in (experiment, *papers.sharing(experiment)) for row in papers.published(name)]
+    rows = [row for name in (experiment, *papers.equal_trainings(experiment)) for row in papers.published_scores(name)]
     evaluate = [sys.executable, "eval.py", *plugins.words(), override("checkpoint", run_dir.resolve())]
     return Training(
         title=f"{experiment}, seed {seed}",
@@ -226,9 +226,12 @@ def training_table(trainings: list[Training], title: str) -> Table:
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
     for training in trainings:
-        state = "needs " + "; ".join(training.missing) if training.missing else "to run"
         if training.has_ended:
             state = "has ended"
+        elif training.missing:
+            state = "needs " + "; ".join(training.missing)
+        else:
+            state = "to run"
         if training.changed:
             state += "; no run of the row: " + " ".join(training.changed)
         evaluations = str(1 + len(training.evaluations))

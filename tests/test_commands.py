@@ -122,7 +122,7 @@ def test_every_command_of_the_documents_composes(page):
 @pytest.mark.slow
 def test_every_command_of_the_experiments_composes():
     for name in papers.all_experiments():
-        lines = [f"python eval.py checkpoint=FILE {row.evaluation}" for row in papers.published(name)]
+        lines = [f"python eval.py checkpoint=FILE {row.evaluation}" for row in papers.published_scores(name)]
         lines += filter(None, [papers.paper_of(name).get("command")])
         assert list(wrong(dict.fromkeys(lines))) == [], f"{name}: correct the words at the head of its file"
 

@@ -83,7 +83,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     for name in (path.name, *RESUMED, BEST):
         partial_path(path.with_name(name)).unlink(missing_ok=True)
 
-    def not_written(reason: OSError) -> str:
+    def failure_message(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
         advice = recovery_advice(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
         if "bytes are free" in advice:
@@ -91,7 +91,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         words, _ = explained(reason, path.parent)
         return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {advice}"
 
-    _replace(path, partial(torch.save, {"format": FORMAT, **state}), not_written, previous)
+    _write_and_rename(path, partial(torch.save, {"format": FORMAT, **state}), failure_message, previous)
 
 
 def write_alone(path: Path, content: dict) -> None:
@@ -107,14 +107,14 @@ def write_alone(path: Path, content: dict) -> None:
         vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
         write = partial(torch.save, content)
 
-    def not_written(why: OSError) -> str:
-        words, cure = explained(why, path.parent)
+    def failure_message(reason: OSError) -> str:
+        words, cure = explained(reason, path.parent)
         return f"{path} cannot be written: {words}. {cure}, or give another file"
 
-    _replace(path, write, not_written)
+    _write_and_rename(path, write, failure_message)
 
 
-def _replace(
+def _write_and_rename(
     path: Path, write: Callable[[Any], Any], message: Callable[[OSError], str], previous: Path | None = None
 ) -> None:
     """Write a partial file and rename it to `path`; the file that was there becomes `previous`.
@@ -155,15 +155,16 @@ def _flush_renames(folder: Path) -> None:
 
 def recovery_advice(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
     """The end of a message about a file that cannot be written: the last good checkpoint, and what to do."""
-    kept = "there is no earlier checkpoint"
-    free_bytes = "an unknown number of"
     good = last_good(*checkpoints)
     if good:
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
+    else:
+        kept = "there is no earlier checkpoint"
     words, cure = explained(reason, folder)
     cure = f"{cure}, then continue with resume=auto"
     if reason.errno not in NO_ROOM or words == NO_INODES:
         return f"{kept[0].upper()}{kept[1:]}. {cure}"
+    free_bytes = "an unknown number of"
     with suppress(OSError):
         free_bytes = f"{shutil.disk_usage(folder).free:,}"
     return f"{free_bytes} bytes are free there; {kept}. {cure}"
@@ -209,13 +210,15 @@ def checked(state: object, path: Path) -> dict:
             raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
     step = state["step"]
     best = state.get("best")
-    wrong = {
-        "best": best is not None and (best[0] > step or not 0 <= best[1] <= 1),
-        "ema_updates": not 0 < state.get("ema_updates", 1) <= max(step, 1),
-        "mean_image": "mean_image" in state and state["mean_image"].shape[:-2] != (3,),
+    is_possible = {
+        "best": best is None or (best[0] <= step and 0 <= best[1] <= 1),
+        "ema_updates": 0 < state.get("ema_updates", 1) <= max(step, 1),
+        "mean_image": "mean_image" not in state or state["mean_image"].shape[:-2] == (3,),
     }
-    for part in (part for part, is_wrong in wrong.items() if is_wrong):
-        raise ValueError(f"checkpoint {path} of step {step}: {part} cannot be {reprlib.repr(state[part])}. {RESTORE}")
+    impossible_part = next((part for part in is_possible if not is_possible[part]), None)
+    if impossible_part is not None:
+        value = reprlib.repr(state[impossible_part])
+        raise ValueError(f"checkpoint {path} of step {step}: {impossible_part} cannot be {value}. {RESTORE}")
     return state
 
 

@@ -137,7 +137,7 @@ class RunDirectory:
             time.sleep(0.2)
 
     @contextmanager
-    def in_use(self, config: TrainingRun) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Context that adds the last good checkpoint and advice to a run's errors."""
         try:
             try:
@@ -195,14 +195,26 @@ class RunDirectory:
             return None
         if config.resume is None:
             raise self._error(" already holds a run: give resume=auto to continue it, or another run_dir")
-        state = self._newest_good()
+        state = self._load_newest_good()
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             advice = _new_run_from(self.last)
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
+        self._check_configuration(state, config, total_steps)
+        if state["step"] > total_steps:  # also of a run of as many steps
+            steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
+            raise self._error(f" holds {steps}. {self._restore_advice()}")
+        self._check_files(state["data"], files, descriptions or {})
+        return state
+
+    def _check_configuration(self, state: dict, config: TrainingRun, total_steps: int) -> None:
+        """ValueError if the run of a checkpoint has another configuration than `config`.
+
+        `config` gets the mean and std that this run measured when it began.
+        """
         recorded = of_checkpoint(state, f"run_dir={self.path}")
-        if config.data.is_measured:  # when the run began
+        if config.data.is_measured:
             config.data.mean = config.data.mean or recorded.data.mean
             config.data.std = config.data.std or recorded.data.std
         recorded_values = values_but(recorded, "free_on_resume")
@@ -220,11 +232,6 @@ class RunDirectory:
             if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")
-        if state["step"] > total_steps:  # also of a run of as many steps
-            steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
-            raise self._error(f" holds {steps}. {self._restore()}")
-        self._check_files(state["data"], files, descriptions or {})
-        return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
         """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
@@ -241,10 +248,10 @@ class RunDirectory:
             )
         if self.best.name in names or self.results.name in names:
             problem = f"it holds {', '.join(names)}, but {self.last} and {self.previous} are gone"
-            raise self._error(f" cannot be continued: {problem}. {self._restore()}")
+            raise self._error(f" cannot be continued: {problem}. {self._restore_advice()}")
 
-    def _restore(self) -> str:
-        """Advice if neither of the last checkpoints is good."""
+    def _restore_advice(self) -> str:
+        """What to do if neither of the last checkpoints is good."""
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
@@ -261,7 +268,8 @@ class RunDirectory:
                 changed = f"{split} files have other sizes than when the run was last saved: their content changed"
                 self.notice = f"{self.notice}; {changed}" if self.notice else changed
 
-    def _newest_good(self) -> dict:
+    def _load_newest_good(self) -> dict:
+        """The last checkpoint, or if it is damaged or gone the previous one, which `resumed` and `notice` then say."""
         try:
             return checkpoint.load(self.last)
         except checkpoint.OtherFormat as error:  # going back would overwrite it
@@ -275,7 +283,7 @@ class RunDirectory:
         except ValueError as error:
             # Without their advice to take the other checkpoint.
             reasons = "; ".join(str(problem).partition("; ")[0] for problem in (reason, error))
-            raise self._error(f" cannot be continued: {reasons}. {self._restore()}") from error
+            raise self._error(f" cannot be continued: {reasons}. {self._restore_advice()}") from error
         self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

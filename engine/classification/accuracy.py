@@ -60,9 +60,9 @@ def evaluate_split(
             logits = class_logits(forward, minibatch["image"])
             count(cells, logits, minibatch["label"].to(world.device, non_blocking=True))
             added.add(logits.argmax(dim=1), minibatch["label"])
-            if added.reading(PROBABILITIES):
+            if added.scores_reading(PROBABILITIES):
                 added.add_probabilities(logits.softmax(dim=1), minibatch["label"].to(world.device))
-    return added.added_to(_evaluated(forward, dataset, world.sum_(cells)), world)
+    return added.sum_and_add_to(_evaluated(forward, dataset, world.sum_(cells)), world)
 
 
 def _evaluated(forward: Forward, dataset: ClassificationDataset, cells: Tensor) -> Evaluated:

@@ -41,24 +41,24 @@ class AddedScores:
             with errors_named(f"scores={name}"):
                 np.shape(score.counts)
 
-    def reading(self, source: str) -> dict[str, Any]:
+    def scores_reading(self, source: str) -> dict[str, Any]:
         """The scores that read predictions, or probabilities."""
         return {name: score for name, score in self.by_name.items() if getattr(score, "reads", PREDICTION) == source}
 
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
-        if self.reading(PREDICTION):
-            self._add(PREDICTION, (predictions.cpu().numpy(), labels.cpu().numpy()), names, _unwritable)
+        if self.scores_reading(PREDICTION):
+            self._give_to_scores(PREDICTION, (predictions.cpu().numpy(), labels.cpu().numpy()), names, _unwritable)
 
     def add_probabilities(self, probabilities: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch, or some rows of it: probabilities (N, classes, …), labels (N, …)."""
-        self._add(PROBABILITIES, (probabilities, labels), names, Tensor.clone)
+        self._give_to_scores(PROBABILITIES, (probabilities, labels), names, Tensor.clone)
 
-    def _add(self, source: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
+    def _give_to_scores(self, source: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
         """Give each image of a minibatch to the scores that read a source, each its own copy."""
         image_names = names or ["" for _ in columns[0]]
         for *arrays, image_name in zip(*columns, image_names, strict=True):
-            for name, score in self.reading(source).items():
+            for name, score in self.scores_reading(source).items():
                 with errors_named(f"scores={name}"):
                     copies = map(copied, arrays)
                     if getattr(score, "takes_name", False):
@@ -69,16 +69,20 @@ class AddedScores:
     @contextmanager
     def undone_after_errors(self) -> Iterator[None]:
         """Context after whose errors, such as too little memory, scores of probabilities have counted nothing."""
-        counts_before = {name: copy.deepcopy(score.counts) for name, score in self.reading(PROBABILITIES).items()}
+        scores = self.scores_reading(PROBABILITIES)
+        counts_before = {name: copy.deepcopy(score.counts) for name, score in scores.items()}
         try:
             yield
         except BaseException:
-            for name, counts in counts_before.items():
-                self.by_name[name].counts = counts
+            for name, score in scores.items():
+                score.counts = counts_before[name]
             raise
 
-    def added_to(self, evaluated: Evaluated, world: World) -> Evaluated:
-        """The evaluation with these scores. Every rank must call it. ValueError: a name is taken, or no number."""
+    def sum_and_add_to(self, evaluated: Evaluated, world: World) -> Evaluated:
+        """Sum the counts over all ranks, and return the evaluation with these scores. Every rank must call it.
+
+        ValueError: a name is taken, or a score is no number.
+        """
         added: dict[str, float] = {}
         for name, score in self.by_name.items():
             with errors_named(f"scores={name}"):

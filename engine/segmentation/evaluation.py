@@ -61,7 +61,7 @@ def evaluate_split(
         def add_rows(probabilities: Tensor, rows: slice) -> None:
             added.add_probabilities(probabilities, batch["label"][:, rows], batch["name"])
 
-        on_probabilities = add_rows if "label" in batch and added.reading(PROBABILITIES) else None
+        on_probabilities = add_rows if "label" in batch and added.scores_reading(PROBABILITIES) else None
         with added.undone_after_errors():
             predictions = predict(
                 forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=on_probabilities
@@ -91,7 +91,7 @@ def evaluate_split(
     unscored_count, pixel_count = counts.unscored.tolist()
     forward.check_scores(unscored_count, pixel_count, "pixels")
     evaluated = _evaluated(counts.confusion, dataset, views, image_count=sum(world.gather(image_count)))
-    return added.added_to(evaluated, world)
+    return added.sum_and_add_to(evaluated, world)
 
 
 def _evaluated(confusion: Tensor, dataset: SegmentationDataset, views: Views, image_count: int) -> Evaluated:

@@ -60,7 +60,7 @@ def opened(
         overrides = [word for word in shlex.split(command) if "=" in word]
         path = config.run_dir or new_run_path(data.name, config.norm.name, deciding(overrides, config))
         directory = RunDirectory(world.gather(path)[0])
-        with directory.in_use(config):
+        with directory.in_use():
             train_set, val_set = find(data)
             doubts = _doubts(config, overrides, train_set, val_set)
             if watch is not None:

@@ -110,7 +110,7 @@ def devices_of(experiment: str) -> int:
     return int(after.split()[0]) if after else 1
 
 
-def published(experiment: str) -> list[Published]:
+def published_scores(experiment: str) -> list[Published]:
     """The scores at an experiment's head."""
     paper = paper_of(experiment)
     return [
@@ -145,7 +145,7 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
 
     Processes and micro-batches count if norms see another number of crops than on the devices of its command.
     """
-    changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
+    changed = [f"{name}={value}" for name, value in differing_keys(config, experiment).items() if name not in SPEED]
     started = config.init.weights or getattr(config.body, "weights", None)
     changed += [f"{name}=null" for name in weights_of(experiment) if not started]
     row_crops = crops_per_norm(_composed(experiment), devices_of(experiment))
@@ -154,7 +154,7 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
     return changed
 
 
-def differing(config: TrainingRun, experiment: str) -> dict[str, str]:
+def differing_keys(config: TrainingRun, experiment: str) -> dict[str, str]:
     """{key: value as text} in which a run differs from its experiment."""
     row_keys = _training(experiment)
     run_keys = training_of(config).items()
@@ -179,10 +179,10 @@ def first_of(experiment: str) -> str:
     def place(name: str) -> tuple[int, str]:
         return min(map(order.index, tables_of(name)), default=len(order)), name
 
-    return min([experiment, *sharing(experiment)], key=place)
+    return min([experiment, *equal_trainings(experiment)], key=place)
 
 
-def sharing(experiment: str) -> list[str]:
+def equal_trainings(experiment: str) -> list[str]:
     """Other experiments that are the same training: their files set the same."""
     return [name for name in all_experiments() if name != experiment and _recipe(name) == _recipe(experiment)]
 

@@ -86,7 +86,7 @@ class Run:
         if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
         if "training" not in self.results:  # a run's own file, not a copy
-            self.results["training"] = self._training()
+            self.results["training"] = self._training_facts()
         self.training = self.results["training"]
         self.records = thinned(self.records, self.scores.best)
         self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
@@ -104,8 +104,8 @@ class Run:
         images = self.results["images"] if self.fold is None else "of a fold"
         self.keys |= {"processes": self.processes, "images": images}
 
-    def launched(self) -> str:
-        """The command that starts all of its processes."""
+    def launch_command(self) -> str:
+        """The command that starts all processes of the run."""
         if self.processes == 1:
             return self.command
         return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
@@ -115,7 +115,7 @@ class Run:
         kind_records = [record for record in self.records if record["kind"] == kind]
         return [record["step"] for record in kind_records], [record[key] for record in kind_records]
 
-    def _training(self) -> dict[str, float]:
+    def _training_facts(self) -> dict[str, float]:
         """Median speed, and minutes without evaluations and checkpoints: images over images per second, summed."""
         steps, speeds = self.curve("train", "images_per_second")
         if not steps:
@@ -130,7 +130,7 @@ class Run:
         """The steps after which the run was stopped and continued. (A killed run had taken more steps.)"""
         return [record["step"] for record in self.records if record["kind"] == "resumed"]
 
-    def on_gpu(self) -> bool:
+    def used_gpu(self) -> bool:
         """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
         return " x " in self.results["environment"]["hardware"] and self.typed.trainer.device != "cpu"
 
@@ -159,10 +159,10 @@ def thinned(records: list[dict], best: str) -> list[dict]:
     left_out = {record["step"] for number, record in enumerate(train, 1) if number % interval}
     shown_records = [record for record in records if record["kind"] != "train" or record["step"] not in left_out]
     names = ("kind", "step", "loss", best)
-    return [{name: _short(record[name]) for name in names if name in record} for record in shown_records]
+    return [{name: _rounded(record[name]) for name in names if name in record} for record in shown_records]
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -211,9 +211,7 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]
         folder_runs: list[Run] = []
         for path in sorted(folders_of_runs, key=with_numbers):
             if not (path / "results.json").is_file():
-                records = path / "metrics.jsonl"
-                steps = re.findall(r'"step": (\d+)', records.read_text(errors="replace")) if records.is_file() else []
-                left_out[path] = "it has not ended" + (f" (step {steps[-1]})" if steps else "")
+                left_out[path] = f"it has not ended{_last_step(path)}"
                 continue
             try:
                 folder_runs.append(Run(path))
@@ -222,6 +220,15 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]
                 left_out[path] = f"it cannot be read ({printable(reason)})"
         runs += [run for run in folder_runs if not run.is_copy] or folder_runs
     return runs, left_out
+
+
+def _last_step(folder: Path) -> str:
+    """The last recorded step of a run, in brackets; empty if there is none."""
+    records = folder / "metrics.jsonl"
+    if not records.is_file():
+        return ""
+    steps = re.findall(r'"step": (\d+)', records.read_text(errors="replace"))
+    return f" (step {steps[-1]})" if steps else ""
 
 
 def with_numbers(path: Path | str) -> list[str | float]:

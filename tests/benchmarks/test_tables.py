@@ -37,7 +37,7 @@ def of_few_tables(monkeypatch):
 
 def test_every_row_has_a_published_score_and_a_command():
     for name in {*itertools.chain(*map(papers.experiments_of, PAPERS))}:
-        is_row = papers.published(name) and f"experiment={name}" in papers.command_of(name).split()
+        is_row = papers.published_scores(name) and f"experiment={name}" in papers.command_of(name).split()
         assert is_row, f"{name}: a row of a paper has a score and a command; one's own leaves `table` out"
 
 
@@ -59,8 +59,8 @@ def test_what_a_head_cannot_say_is_named(mapping, message, tmp_path, monkeypatch
         (tmp_path / "experiment" / f"{name}.yaml").write_text(f"{text}defaults: []\n")
     with pytest.raises(ValueError, match=f"experiment/wrong.yaml: .*{message}"):
         papers.tables_of("wrong")
-    assert papers.tables_of("right") == ["table3"] and papers.published("right")[0].percent == 7.5
-    assert papers.tables_of("without") == papers.published("without") == papers.weights_of("without") == []
+    assert papers.tables_of("right") == ["table3"] and papers.published_scores("right")[0].percent == 7.5
+    assert papers.tables_of("without") == papers.published_scores("without") == papers.weights_of("without") == []
 
 
 @pytest.mark.usefixtures("of_few_tables")
@@ -167,7 +167,7 @@ def test_a_dry_run_prints_the_evaluations_that_rows_need(tmp_path, capsys):
         for options in (f"{activation}{view}" for view in ("", "view=ten_crop", "crop=320"))
         if options
     ]
-    row = papers.published("table1/resnext101_relu")[-1]
+    row = papers.published_scores("table1/resnext101_relu")[-1]
     config = papers.configured_as("table1/resnext101_relu")
     assert papers.results_of(row.evaluation, config) == "results_leaky_relu_crop320"
 
@@ -265,4 +265,4 @@ def test_experiments_are_the_same_training_if_their_files_set_the_same():
     trainings = {name: papers._training(name) for name in names}
     for name in names:
         same = [experiment for experiment in names if experiment != name and trainings[experiment] == trainings[name]]
-        assert papers.sharing(name) == same
+        assert papers.equal_trainings(name) == same

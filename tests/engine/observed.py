@@ -192,7 +192,7 @@ class Directory:
         self.config = path
         note("directory", path)
 
-    def in_use(self, config: TrainingRun) -> Any:
+    def in_use(self) -> Any:
         return nullcontext()
 
     def lock(self) -> None: ...

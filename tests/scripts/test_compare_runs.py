@@ -177,7 +177,7 @@ def test_what_a_run_lacks_or_has_twice_is_said():
     speeds = [{"step": step, "images_per_second": 2.0**step, "peak_memory_mib": 1} for step in range(4)]
     run.records = [{"kind": "train", **record} for record in speeds]
     images = run.typed.data.crops_per_minibatch * (1 / 2 + 1 / 4 + 1 / 8)
-    assert run._training() == {"images_per_second": 3.0, "minutes": images / 60, "peak_memory_mib": 1}
+    assert run._training_facts() == {"images_per_second": 3.0, "minutes": images / 60, "peak_memory_mib": 1}
 
 
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):

@@ -162,7 +162,7 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def says(error: BaseException, message: str) -> None:
-        with pytest.raises(type(error), match=message), run.in_use(config):
+        with pytest.raises(type(error), match=message), run.in_use():
             raise error
 
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
@@ -221,7 +221,7 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path, config):
     run.path.mkdir()
     run.lock_file.symlink_to(victim)
     with pytest.raises(OSError, match=f"{run.lock_file}: Too many levels .* or remove the link, which"):
-        with run.in_use(config):
+        with run.in_use():
             run.lock()
     assert victim.read_text() == "mine"
 
@@ -233,7 +233,7 @@ def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp
     path = tmp_path / "run"
     run, next_run = RunDirectory(str(path)), RunDirectory(str(path))
     gone = rf"^run_dir={path} \(.*\) was removed or renamed while the run used it: restore it and continue"
-    with pytest.raises(OSError, match=gone), run.in_use(config):
+    with pytest.raises(OSError, match=gone), run.in_use():
         run.lock()
         save(run, state_of(1, config))
         moved(path)
@@ -256,7 +256,7 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     for path, reason in ((file, "File exists"), (file / "run", "Not a directory")):
         run = RunDirectory(str(path))
         with pytest.raises(OSError, match=f"run_dir={path} cannot be used: .*{reason}. Give another run_dir"):
-            with run.in_use(config):
+            with run.in_use():
                 run.lock()
 
 
@@ -346,10 +346,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon(tmp_path, config,
             notices()
         run.finish_saving()  # it has been raised
     run.start_saving(state_of(1, config))
-    with pytest.raises(OSError, match="no room"), run.in_use(config):
+    with pytest.raises(OSError, match="no room"), run.in_use():
         pass
     run.start_saving(state_of(1, config))
-    with pytest.raises(KeyError, match="first"), run.in_use(config):
+    with pytest.raises(KeyError, match="first"), run.in_use():
         raise KeyError("first")
 
 

@@ -38,7 +38,7 @@ def test_scores_are_counted_per_image_and_summed_over_ranks():
     for world, images in ((World(), 2), (OfTwo(), 4)):
         added = AddedScores({"mine": Agreement()})
         added.add(predictions, torch.ones_like(predictions))
-        evaluated = added.added_to(EVALUATED, world)
+        evaluated = added.sum_and_add_to(EVALUATED, world)
         assert evaluated.added == {"agreement": 7 / 8, "images_seen": images}
         assert evaluated.scores == {"miou": 0.5, "agreement": 7 / 8, "images_seen": images}
         assert evaluated.curves == {"val/miou": 50.0, "val/agreement": 7 / 8, "val/images_seen": images}
@@ -79,7 +79,7 @@ def test_a_score_that_fails_or_takes_a_name_is_refused(score, problem):
     added, pixels = AddedScores({"mine": score}), torch.zeros(1, 2, 2, dtype=torch.uint8)
     with pytest.raises(ValueError) as error:
         added.add(pixels, pixels)
-        added.added_to(EVALUATED, World())
+        added.sum_and_add_to(EVALUATED, World())
     assert str(error.value) == problem
 
 
@@ -139,7 +139,7 @@ def test_a_score_may_read_the_probabilities_of_each_image():
     with pytest.raises(MemoryError), added.undone_after_errors():
         added.add_probabilities(1 - probabilities, labels)
         raise MemoryError
-    assert added.added_to(EVALUATED, OfTwo()).added == {"confidence": 0.75, "agreement": 1.0, "images_seen": 4}
+    assert added.sum_and_add_to(EVALUATED, OfTwo()).added == {"confidence": 0.75, "agreement": 1.0, "images_seen": 4}
     assert labels.all() and (probabilities > 0).all()
 
 

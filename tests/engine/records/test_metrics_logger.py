@@ -72,7 +72,7 @@ def test_a_folder_that_is_gone_is_an_error_of_the_run_without_a_traceback_of_ten
     monkeypatch.setattr(threading, "excepthook", start._print_error_of_thread)  # in place of pytest's
     directory = RunDirectory(str(tmp_path / "run"))
     message = rf"^run_dir={directory.path} \(.*\) was removed or renamed while the run used it: .* start the run again$"
-    with pytest.raises(OSError, match=message), directory.in_use(run_config()):
+    with pytest.raises(OSError, match=message), directory.in_use():
         directory.lock()
         with logger(directory.path) as running:
             running.tensorboard.flush()  # its thread would write into the folder while it is removed
