@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
 from .recompute.passes.plan import Plan
-from .recompute.passes.recording import RUN_AGAIN, Recording, is_ours, is_running, may_differ_when_repeated
+from .recompute.passes.recording import RUN_AGAIN, Recording, clear_if_ended, is_ours, may_differ_when_repeated
 from .recompute.passes.report import KeptTensor, Report, summary
 from .recompute.signatures.plans import Budget, arguments_of, checked
 from .recompute.signatures.signatures import Signatures
@@ -109,10 +109,10 @@ def recompute_activations(
     if example is not None:
         args, kwargs = arguments_of(example)
         signatures.add_plans(network, args, kwargs, signatures.plans_of_example(network, args, kwargs))
-    for module in _recorded_by_themselves(network):
-        _take_off(module)
+    for module in _recorded_modules(network):
+        _remove_hooks(module)
         hooks = _Hooks(checkpointed_only, signatures if module is network else Signatures())
-        hooks.put_on(module, awaited=module is network)
+        hooks.register(module, expects_call=module is network)
     return network
 
 
@@ -120,7 +120,7 @@ def undo(network: Network) -> Network:
     """Undo `recompute_activations`: remove its hooks from the network and all its parts, and return the network."""
     check_module(network, "undo")
     for module in network.modules():
-        _take_off(module)
+        _remove_hooks(module)
     return network
 
 
@@ -173,16 +173,17 @@ def recomputing() -> Iterator[None]:
         _say_that_a_mode_changes_results(recording.registry.refused_mode)
 
 
-def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
+def _recorded_modules(network: nn.Module) -> list[nn.Module]:
+    """The network, and the branches of its couplings, which run again by themselves."""
     couplings = [module for module in network.modules() if isinstance(module, tuple(RUN_AGAIN))]
     return [network, *(branch for coupling in couplings for branch in coupling.children())]
 
 
-def _take_off(module: nn.Module) -> None:
+def _remove_hooks(module: nn.Module) -> None:
     """Remove our hooks from a module."""
     hooks = _hooks_of(module, "undo")
     if hooks is not None:
-        hooks.stop_awaiting()
+        hooks.remove_gradient_hook()
     for registered in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in registered.items() if _is_ours(hook)]:
             del registered[key]
@@ -231,7 +232,7 @@ class _Hooks:
         self.signatures = signatures
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.plan: Plan | None = None  # of the last forward pass
-        self.awaited: RemovableHandle | None = None  # a parameter's hook, until the module is called
+        self.gradient_hook: RemovableHandle | None = None  # of a parameter, until the module is called
         self.is_generator = False  # a warning says that it returns one
         self.is_compiled = False  # a compiled graph has called the module
         self.has_named_mode = False  # a warning has named a mode that changes results
@@ -239,32 +240,36 @@ class _Hooks:
     def __getstate__(self) -> dict[str, Any]:
         return vars(_Hooks(self.checkpointed_only, Signatures(self.signatures.budget, self.signatures.strict)))
 
-    def put_on(self, module: nn.Module, awaited: bool) -> None:
+    def register(self, module: nn.Module, expects_call: bool) -> None:
+        """Set the hooks around a module's forward pass.
+
+        `expects_call`: warn if the module trains before it is called itself.
+        """
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         module.register_forward_hook(self.leave, always_call=True)
         module.__dict__[_PREPARES_SCRIPT] = self.refuse_script
-        if awaited:
-            self._await_call(module)
+        if expects_call:
+            self._set_gradient_hook(module)
 
-    def _await_call(self, network: nn.Module) -> None:
+    def _set_gradient_hook(self, network: nn.Module) -> None:
         """Warn if a parameter of the network gets a gradient in training before the network itself is called."""
         reference = weakref.ref(network)
 
-        def see(_: Tensor) -> None:
+        def warn_once(_: Tensor) -> None:
             prepared = reference()
             if prepared is not None and prepared.training:
-                self.stop_awaiting()
+                self.remove_gradient_hook()
                 if not self.is_compiled:
                     _warn_if_parts_are_called(prepared)
 
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         if trained:
-            self.awaited = trained[0].register_post_accumulate_grad_hook(see)
+            self.gradient_hook = trained[0].register_post_accumulate_grad_hook(warn_once)
 
-    def stop_awaiting(self) -> None:
-        if self.awaited is not None:
-            self.awaited.remove()
-            self.awaited = None
+    def remove_gradient_hook(self) -> None:
+        if self.gradient_hook is not None:
+            self.gradient_hook.remove()
+            self.gradient_hook = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start recording, before the module's forward pass."""
@@ -274,45 +279,47 @@ class _Hooks:
                 call_at_compilation(_say_that_the_compiler_decides)
             return
         _drop_abandoned()
-        recording: Recording | None = None
         frame = sys._getframe(1)
-        if self.awaited is not None and torch.is_grad_enabled():
-            self.stop_awaiting()
+        if self.gradient_hook is not None and torch.is_grad_enabled():
+            self.remove_gradient_hook()
             if self.signatures.budget is None and not self.checkpointed_only:  # a budget has a warning of its own
                 _warn_of_compiled_parts(module)
-        is_unsafe = not self.checkpointed_only and may_differ_when_repeated((args, kwargs))
-        if _can_record() and not is_unsafe:
-            if self.checkpointed_only:
-                inputs = tensors_in((args, kwargs))
-                has_shards = is_sharded(module)
-                recording = Recording(sees_calls=False, copy_parameters=has_shards, inputs=inputs, frame=frame)
-            else:
-                recording = self.signatures.recording(module, args, kwargs, frame)
+        recording = self._new_recording(module, args, kwargs, frame) if _can_record() else None
+        if recording is not None:
             recording.__enter__()
         # A frame keeps its callers' variables alive: after Ctrl-C checkpoints around it would not end (torch 2.11).
         _open_in_thread.passes.append(_ForwardPass(module, recording, frame if recording is None else None))
+
+    def _new_recording(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Recording | None:
+        """The recording of a forward pass with these arguments; None if it may differ when a checkpoint repeats it."""
+        if self.checkpointed_only:
+            inputs = tensors_in((args, kwargs))
+            return Recording(sees_calls=False, copy_parameters=is_sharded(module), inputs=inputs, frame=frame)
+        if may_differ_when_repeated((args, kwargs)):
+            return None
+        return self.signatures.recording(module, args, kwargs, frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording after the module's forward pass, even if it raised."""
         if torch.compiler.is_compiling():
             return
-        if _open_in_thread.passes and _open_in_thread.passes[-1].module is module:  # not if an earlier hook raised
-            recording = _open_in_thread.passes.pop().recording
-            if recording is not None:
-                recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
-                self.kept = recording.kept
-                self.plan = None if recording.signature is None else recording.signature.plan
-                if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
-                    self.is_generator = True
-                    warn(
-                        f"the forward pass of {type(module).__name__} returns a {type(output).__name__}, whose calls "
-                        f"run later, so everything is saved: return tensors, or compute the loss inside "
-                        f"`with keepless.recomputing():`"
-                    )
-                self.signatures.pass_has_ended(module, recording, output)
-                if recording.registry.refused_mode is not None and not self.has_named_mode:
-                    self.has_named_mode = True
-                    _say_that_a_mode_changes_results(recording.registry.refused_mode)
+        if not _open_in_thread.passes or _open_in_thread.passes[-1].module is not module:  # an earlier hook has raised
+            return
+        recording = _open_in_thread.passes.pop().recording
+        if recording is None:
+            return
+        recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
+        self.kept = recording.kept
+        self.plan = None if recording.signature is None else recording.signature.plan
+        if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
+            self.is_generator = True
+            _say_that_calls_run_later(module, output)
+        self.signatures.pass_has_ended(module, recording, output)
+        if recording.registry.refused_mode is not None and not self.has_named_mode:
+            self.has_named_mode = True
+            _say_that_a_mode_changes_results(recording.registry.refused_mode)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -323,17 +330,17 @@ class _Hooks:
 
 def _can_record() -> bool:
     """Whether gradients are recorded, hooks are allowed, and no other recording is active."""
-    allowed = (
-        torch.is_grad_enabled() and hooks_are_allowed() and transform_level() is None and not torch.jit.is_tracing()
-    )
-    return allowed and not torch.compiler.is_compiling() and not _is_recorded()
+    if not (torch.is_grad_enabled() and hooks_are_allowed()) or transform_level() is not None:
+        return False
+    return not (torch.jit.is_tracing() or torch.compiler.is_compiling() or _is_recorded())
 
 
 def _drop_abandoned() -> None:
     """Drop passes interrupted by Ctrl-C, unless another context was entered inside them."""
     while _open_in_thread.passes:
         _, recording, frame = _open_in_thread.passes[-1]
-        if is_running(frame) if recording is None else not recording.leave_abandoned():
+        has_ended = clear_if_ended(frame) if recording is None else recording.leave_abandoned()
+        if not has_ended:
             return
         _open_in_thread.passes.pop()
 
@@ -353,6 +360,13 @@ def _warn_of_compiled_parts(network: nn.Module) -> None:
     names = [name for name, module in network.named_modules() if is_compiled(module)]
     if names:
         warn(_COMPILED.format(f"torch.compile ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"))
+
+
+def _say_that_calls_run_later(module: nn.Module, output: object) -> None:
+    warn(
+        f"the forward pass of {type(module).__name__} returns a {type(output).__name__}, whose calls run later, so "
+        f"everything is saved: return tensors, or compute the loss inside `with keepless.recomputing():`"
+    )
 
 
 def _say_that_a_mode_changes_results(mode: type) -> None:
@@ -381,11 +395,13 @@ def _warn_if_parts_are_called(network: nn.Module) -> None:
 
 
 def _is_recorded() -> bool:
-    """Whether a recording is active, with no other hooks inside it. One that follows a script may have none itself."""
+    """Whether a recording is active: the innermost hooks are its own, or there are none, and it needs none."""
     hooks = current_hooks()
-    if hooks is None:
-        recordings = [
-            forward_pass.recording for forward_pass in _open_in_thread.passes if forward_pass.recording is not None
-        ]
-        return bool(recordings) and recordings[-1].hooks is None and not recordings[-1].is_abandoned
-    return is_ours(hooks)
+    if hooks is not None:
+        return is_ours(hooks)
+    all_recordings = [forward_pass.recording for forward_pass in _open_in_thread.passes]
+    recordings = [recording for recording in all_recordings if recording is not None]
+    if not recordings:
+        return False
+    innermost = recordings[-1]
+    return innermost.hooks is None and not innermost.is_abandoned

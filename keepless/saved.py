@@ -223,23 +223,23 @@ class Kept:
         tensor: Tensor = self.packed
         if self.hooks is None:
             if tensor._version != self.version:
-                raise modified(self.name, tensor, tensor._version, self.version)
+                raise modified_error(self.name, tensor, tensor._version, self.version)
             return tensor
         tensor = self.hooks[1](self.packed)
         if self.counter is not None and self.is_modified() and is_ordinary(tensor):
             assert self.storage is not None
             if self.storage() is tensor.untyped_storage() or tensor._version > self.version:
-                raise modified(self.name, tensor, self.counter._version, self.version)
+                raise modified_error(self.name, tensor, self.counter._version, self.version)
         return tensor
 
 
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
     """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
     if tensor._version != version:
-        raise modified(name, tensor, tensor._version, version)
+        raise modified_error(name, tensor, tensor._version, version)
 
 
-def modified(name: str, tensor: Tensor, version: int, expected: int) -> RuntimeError:
+def modified_error(name: str, tensor: Tensor, version: int, expected: int) -> RuntimeError:
     shape = None if tensor.is_nested else tuple(tensor.shape)
     return RuntimeError(
         f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "

@@ -34,7 +34,7 @@ class Call:
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
         self.why = ""  # why the result is kept
         self.random: Any = None  # the state of the generator before the call, if it may be needed
-        self.saves = 0  # number of tensors saved so far
+        self.save_count = 0  # of tensors saved so far
         # Tensors that autograd saves, what it holds instead, and whether the tensor had a value already.
         self.packed: list[tuple[Tensor, Any, bool]] = []
         self.copied: dict[int, Tensor] = {}  # arguments, by the ids of copies that the call saves
@@ -56,7 +56,7 @@ class Call:
         inputs = filter(is_ordinary, tensors_in(self.arguments))
         return memory not in [address(tensor.untyped_storage()) for tensor in inputs]
 
-    def room(self, result: Tensor) -> int:
+    def freeable_bytes(self, result: Tensor) -> int:
         """Bytes that can be freed if the call is repeated in the backward pass."""
         return result.nbytes + sum([part.value.bytes for part in self.inside])
 
@@ -71,7 +71,7 @@ class Overwriting(NamedTuple):
     originals: dict[Value, Kept]  # of what was copied
 
 
-def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
+def begin_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
     """Copy what recipes read from a tensor's memory. None if nothing is saved or read from it.
 
     `memories`: of kept values. `outer`: hooks that get the copies.
@@ -103,36 +103,42 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     return write
 
 
-def _is_read_from(value: Value | Kept, storage: int) -> bool:
+def _is_read_from(value: Value | Kept, storage_address: int) -> bool:
     """Whether recipes may read a value or parameter from the storage with this address, and not from a copy."""
     if isinstance(value, Value):
-        return value.storage == storage and value.may_be_read()
-    return address(value.packed.untyped_storage()) == storage
+        return value.storage == storage_address and value.may_be_read()
+    return address(value.packed.untyped_storage()) == storage_address
 
 
-def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
+def end_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     """Refuse what autograd has saved of the memory, if the call has written there.
 
     A tensor that `.data` has returned has a version of its own. If the call has written to such a tensor, autograd
     reads the memory, as PyTorch alone does, and the result is True.
     """
+    if write.tensor._version == write.version:
+        _note_again(write, memories)
+        return False
     memory = write.memory
     originals = write.originals
     values = [value for value in [reference() for reference in memory.values] if isinstance(value, Value)]
     sources: list[Any] = [value.source for value in values if value.storage and type(value.source) is Kept]
-    was_written = write.tensor._version != write.version
-    is_unseen = was_written and any([not kept.is_modified() for kept in (*sources, *originals.values())])
-    for saved, tensor in memory.take_saves() if was_written else ():
+    is_unseen = any([not kept.is_modified() for kept in (*sources, *originals.values())])
+    for saved, tensor in memory.take_saves():
         if not is_unseen:
-            saved.overwritten = True
+            saved.is_overwritten = True
         elif saved.value in originals:
             saved.read_instead(Value(originals[saved.value]))
         else:
             saved.read_memory(tensor, write.tensor, None)
-    if was_written and not is_unseen:
-        return False
-    new_memory = memories.get(write.storage) or memories.put(write.storage, memory)
-    if new_memory is not memory:
-        new_memory.values += memory.values
-        new_memory.saves += memory.saves
+    if is_unseen:
+        _note_again(write, memories)
     return is_unseen
+
+
+def _note_again(write: Overwriting, memories: ByStorage[Memory]) -> None:
+    """Note what was kept in a memory, and saved of it, before the call: it still is."""
+    memory = memories.get(write.storage) or memories.put(write.storage, write.memory)
+    if memory is not write.memory:
+        memory.values += write.memory.values
+        memory.saves += write.memory.saves

@@ -94,13 +94,15 @@ class Elsewhere:
     def _take_room(self, size: int) -> bool:
         """Take so many bytes of host memory; False if that would be more than half of what is free."""
         self.is_full = self.bytes + size > _SHARE * (self.bytes + free_host_bytes())
-        self.bytes += 0 if self.is_full else size
-        return not self.is_full
+        if self.is_full:
+            return False
+        self.bytes += size
+        return True
 
     def close(self) -> None:
         """No more tensors come."""
         if self._file is not None:
-            self._closes()
+            self._close_file()
         self._file = None
         self._segment = memoryview(b"")
 
@@ -117,26 +119,39 @@ class Elsewhere:
         return self._segment[begin : begin + size]
 
     def _new_segment(self, size: int) -> memoryview | None:
+        """At least so many new bytes, of the file if there can be one; None if host memory has no room either.
+
+        Segments grow with the file.
+        """
         smallest, largest = _SEGMENTS
         size = max(size, smallest, min(self._end, largest))
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
-            if self._file is None:
-                with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
-                    self._file = os.dup(file.fileno())
-                self._closes = weakref.finalize(self, os.close, self._file)  # segments in use stay
-            os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
-            segment = mmap.mmap(self._file, size, offset=self._end)
+            return memoryview(self._lengthen_file(size))
         except OSError as error:
             _say_that_there_is_no_file(error.strerror)
-            return memoryview(mmap.mmap(-1, size)) if self._take_room(size) else None
+        return memoryview(mmap.mmap(-1, size)) if self._take_room(size) else None
+
+    def _lengthen_file(self, size: int) -> mmap.mmap:
+        """Lengthen the file by so many bytes, and map these into memory. OSError: the disk is full, for example."""
+        if self._file is None:
+            self._file = _open_file()
+            self._close_file = weakref.finalize(self, os.close, self._file)  # segments in use stay
+        os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
+        segment = mmap.mmap(self._file, size, offset=self._end)
         self._end += size
-        return memoryview(segment)
+        return segment
 
 
 def is_elsewhere(hooks: Hooks | None) -> bool:
     """Whether an `Elsewhere` has set these saved-tensor hooks. Others are the program's."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Elsewhere)
+
+
+def _open_file() -> int:
+    """The descriptor of a new file without a name in `$TMPDIR`."""
+    with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
+        return os.dup(file.fileno())
 
 
 def _unpack(packed: Tensor | Held) -> Tensor:

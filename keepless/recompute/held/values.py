@@ -69,11 +69,11 @@ class Value:
     tensor: Tensor | None = None  # while it is held in a backward pass: with its version, and the consumers left
     version: int
     consumers_left: int
-    recipes: tuple[weakref.ref[Any], ...] = ()  # recipes (and saves) that may still read it
+    readers: tuple[weakref.ref[Any], ...] = ()  # recipes (and saves) that may still read it
     number = -1  # its call's in a plan; its own in a counted step
     why = ""  # why it is kept
-    consumers = 0  # operations that have saved it, and recipes with consumers of their own
-    sign_consumers = 0  # consumers that need only its sign mask
+    consumer_count = 0  # operations that have saved it, and recipes with consumers of their own
+    sign_consumer_count = 0  # those that need only its sign mask
     positive: Positive | None = None  # the function that gives them this mask
     stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
     storage = 0  # address, if the tensor is kept; in a counted step the number of its memory
@@ -88,33 +88,33 @@ class Value:
     @property
     def is_unread(self) -> bool:
         """Whether it is kept and nothing reads it: its memory is freed with the tensor."""
-        return not (self.consumers or isinstance(self.source, Recipe) or self.may_be_read())
+        return not (self.consumer_count or isinstance(self.source, Recipe) or self.may_be_read())
 
     @property
     def is_spare(self) -> bool:
         """Whether a recipe computes it for a single consumer, which may overwrite it."""
-        return self.consumers == 1 and type(self.source) is Recipe and self.source.fresh
+        return self.consumer_count == 1 and type(self.source) is Recipe and self.source.fresh
 
     def may_be_read(self) -> bool:
         """Whether a recipe may still read it."""
-        while self.recipes and self.recipes[-1]() is None:
-            self.recipes = self.recipes[:-1]
-        return bool(self.recipes)
+        while self.readers and self.readers[-1]() is None:
+            self.readers = self.readers[:-1]
+        return bool(self.readers)
 
-    def count(self, change: int) -> None:
+    def count_consumer(self, change: int) -> None:
         """Count a consumer that has come (1) or gone (-1)."""
-        self.consumers += change
-        if type(self.source) is Recipe and self.consumers == (change > 0):
-            self.source.count(change)
+        self.consumer_count += change
+        if type(self.source) is Recipe and self.consumer_count == (change > 0):
+            self.source.count_wanted(change)
 
     def become(self, recipe: "Recipe") -> None:
         """From now on this recipe computes it: drop the tensor, or the recipe before."""
         previous_source = self.source
         self.source = recipe
-        if self.consumers:
-            recipe.count(1)
+        if self.consumer_count:
+            recipe.count_wanted(1)
             if isinstance(previous_source, Recipe):
-                previous_source.count(-1)
+                previous_source.count_wanted(-1)
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
         """Keep only a sign mask if no consumer needs more; otherwise give the tensor to the outer hooks.
@@ -124,7 +124,7 @@ class Value:
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
             return True
-        if self.sign_consumers == self.consumers:
+        if self.sign_consumer_count == self.consumer_count:
             if not at_end and self.may_be_read():
                 return False
             assert self.positive is not None
@@ -176,21 +176,22 @@ class Value:
             tensor = source.get()
             if type(source) is Kept and source.hooks is None:
                 return tensor
-        if self.consumers > 1:
-            self.hold(tensor, self.consumers - 1)
+        if self.consumer_count > 1:
+            self.hold(tensor, self.consumer_count - 1)
         return tensor
 
-    def hold(self, tensor: Tensor, consumers: int) -> None:
+    def hold(self, tensor: Tensor, consumer_count: int) -> None:
         """Hold a tensor until so many consumers have read it, or the backward pass ends."""
-        number = -1 if consumers < 1 else backward_number()
+        number = -1 if consumer_count < 1 else backward_number()
         if number == -1:
             return
         if number != _pass.number:
             _pass.number = number
             _pass.holders = []
             at_end_of_backward(partial(_release, _pass.holders))
-        self.tensor, self.version = tensor, tensor._version
-        self.consumers_left = consumers
+        self.tensor = tensor
+        self.version = tensor._version
+        self.consumers_left = consumer_count
         self.stream = current_stream(tensor) if tensor.is_cuda else None
         _pass.holders.append(weakref.ref(self))  # weak, because values hold what they are computed from
 
@@ -210,7 +211,7 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value not in seen and not (only_unread and value.consumers > value.sign_consumers):
+        if value not in seen and not (only_unread and value.consumer_count > value.sign_consumer_count):
             seen.add(value)
             waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
     return sum([value.bytes for value in seen if isinstance(value.source, Kept)])
@@ -235,7 +236,7 @@ NO_MEMORY: Any = (None, None)  # in place of a storage's reference and memory
 class Saved:
     """What autograd saves in place of a tensor: its value. `get` fails if the tensor's memory was overwritten."""
 
-    overwritten = False
+    is_overwritten = False
     number = -1  # in a counted step
     reads_signs = False  # the operation only needs the sign mask
 
@@ -250,18 +251,18 @@ class Saved:
             by_address[place] = weakref.ref(storage), memory
         memory.saves += ((weakref.ref(self), weakref.ref(tensor)),)
         self.value = value
-        is_first = not value.consumers
-        value.consumers += 1
+        is_first = not value.consumer_count
+        value.consumer_count += 1
         if is_first and type(value.source) is Recipe:
-            value.source.count(1)
+            value.source.count_wanted(1)
 
     def read_instead(self, value: Value) -> None:
         """Read another value in its place."""
-        self.value.sign_consumers -= self.reads_signs
+        self.value.sign_consumer_count -= self.reads_signs
         self.reads_signs = False
-        self.value.count(-1)
+        self.value.count_consumer(-1)
         self.value = value
-        value.count(1)
+        value.count_consumer(1)
 
     def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
         """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
@@ -288,7 +289,7 @@ class Saved:
 
     def get(self) -> Tensor:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
-        if self.overwritten:
+        if self.is_overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
 
@@ -312,7 +313,8 @@ class Recipe:
         `is_wanted`: the value that it computes has consumers already.
         """
         self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
-        self.dtype, self.stride = like.dtype, like.stride()
+        self.dtype = like.dtype
+        self.stride = like.stride()
         if again.function is not view and (not like.is_cpu or is_any_autocast_enabled()):
             self.device = like.device.type if has_autocast(like.device.type) else "cpu"
             self.autocast = autocast_of(self.device)
@@ -325,38 +327,38 @@ class Recipe:
             if type(value) is Value:
                 source = value.source
                 if type(source) is not Recipe:
-                    value.recipes += readers
+                    value.readers += readers
                 elif source.depth > depth:
                     depth = source.depth
-                if is_wanted:  # `Value.count`
-                    is_first = not value.consumers
-                    value.consumers += 1
+                if is_wanted:  # as `Value.count_consumer` does
+                    is_first = not value.consumer_count
+                    value.consumer_count += 1
                     if is_first and type(source) is Recipe:
-                        source.count(1)
+                        source.count_wanted(1)
         self.depth = 1 + depth
 
     @property
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if type(argument) is Value]
 
-    def count(self, change: int) -> None:
+    def count_wanted(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
         self.wanted_count += change
         turning = change > 0  # the number at which inputs gain their first consumer, or lose their last
         if self.wanted_count == turning:
-            for value in self.arguments:  # `Value.count`
+            for value in self.arguments:  # as `Value.count_consumer` does
                 if type(value) is Value:
-                    value.consumers = consumers = value.consumers + change
+                    value.consumer_count += change
                     source = value.source
-                    if consumers == turning and type(source) is Recipe:
-                        source.count(change)
+                    if value.consumer_count == turning and type(source) is Recipe:
+                        source.count_wanted(change)
 
-    def compute(self, value: Value, arguments: Sequence[Any], over: bool = False) -> Tensor:
-        """The tensor of one of its values. `over`: computed in place of the first argument."""
+    def compute(self, value: Value, arguments: Sequence[Any], is_over: bool) -> Tensor:
+        """The tensor of one of its values. `is_over`: computed in place of the first argument."""
         if self.stream is not None:
             wait_for(self.stream, *arguments)
         function = self.function
-        if over:
+        if is_over:
             function = torch.relu_ if function is torch.relu else partial(function, inplace=True)
         if _is_grad_enabled() or self.autocast[0] or is_any_autocast_enabled() or function_modes_on():
             with torch.no_grad(), autocast_as(self.autocast, self.device), without_function_modes():
@@ -371,7 +373,7 @@ class Recipe:
             if output is value:
                 wanted_tensor = tensor
             elif output is not None and output.tensor is None and output.source is self:
-                output.hold(tensor, output.consumers)
+                output.hold(tensor, output.consumer_count)
         return wanted_tensor
 
 

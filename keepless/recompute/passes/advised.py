@@ -33,7 +33,7 @@ from .finder import Finder
 from .learning import Note, drops_outside
 from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag
-from .recipes import DEEPEST, give_planned, give_recipe, how_to_repeat, may_drop, read_result_instead
+from .recipes import DEEPEST, give_planned_recipes, give_recipe, how_to_repeat, may_drop, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
 from .registry import NOT_KNOWN
 from .report import KeptTensor
@@ -128,7 +128,7 @@ class Advised(Recording):
             if not (site.advice & _BUSY or site.writes) and not (kwargs and "out" in kwargs):
                 result = function(*args, **kwargs) if kwargs else function(*args)
                 if site.advice:
-                    self.count(result)
+                    self.count_bytes(result)
                 return result
             return self.run_by_advice(site, function, args, kwargs or {})
         if row_of(function).only_asks and PLAIN.issuperset(types):
@@ -145,7 +145,7 @@ class Advised(Recording):
         if self.elsewhere is not None:
             result = self.run_by_rules_with_hooks(Call(function, row, args, kwargs))
             if not (isinstance(result, Tensor) and result._is_view()):
-                self.count(result)
+                self.count_bytes(result)
             return result
         if not _is_grad_enabled():
             no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
@@ -221,31 +221,32 @@ class Advised(Recording):
         if advice & _AFTERWARDS:
             if advice & KEEP and isinstance(result, Tensor) and not self.registry.storages.may_change_unseen(result):
                 if self.registry.names.find(result) is None:
-                    self.registry.keep(result, by_advice=True)
+                    self.registry.keep_by_advice(result)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
                     self.result_bytes += result.nbytes
                     if self.result_bytes > site.most_bytes:
                         self._handle_excess(site, result.nbytes)
                 else:
-                    self.count(result)
+                    self.count_bytes(result)
         return result
 
-    def count(self, result: Any) -> None:
+    def count_bytes(self, result: Any) -> None:
         """Count the bytes of a result: of tensors, alone or in tuples."""
-        if type(result) is Tensor:
-            if result.layout is strided:
-                self.result_bytes += result.nbytes
-                if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:
-                    self.reveals_calls = True
-                    if self.elsewhere is None:
-                        self.hold_elsewhere(0, result.nbytes)
-                        self.last_site = END
-                if self.result_bytes > self.last_site.most_bytes:
-                    self._handle_excess(self.last_site, result.nbytes)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self.count(part)
+        if type(result) is not Tensor:
+            for part in result if isinstance(result, (tuple, list)) else ():
+                self.count_bytes(part)
+            return
+        if result.layout is not strided:
+            return
+        self.result_bytes += result.nbytes
+        if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:
+            self.reveals_calls = True
+            if self.elsewhere is None:
+                self.hold_elsewhere(0, result.nbytes)
+                self.last_site = END
+        if self.result_bytes > self.last_site.most_bytes:
+            self._handle_excess(self.last_site, result.nbytes)
 
     def _handle_excess(self, site: Site, size: int) -> None:
         """Results take more bytes than in the first pass: hold the rest elsewhere. The first pass notes how many.
@@ -301,7 +302,7 @@ class Advised(Recording):
                 give_recipe(registry, again, call, result, DEEPEST)
             return
         planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
-        value = give_planned(registry, planned, rule, call, result, DEEPEST) or registry.names.find(result)
+        value = give_planned_recipes(registry, planned, rule, call, result, DEEPEST) or registry.names.find(result)
         if value is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
             read_result_instead(registry, call, result, value or registry.keep(result))
 
@@ -338,8 +339,9 @@ class Advised(Recording):
             self._note_totals()
         for site in self.unknown_sites:
             site.advice &= COUNT | FLAT | MEMORY | bits.ADDED
-        for note in [] if fits and self.is_first else self.notes:
-            note.decide()
+        if not (fits and self.is_first):
+            for note in self.notes:
+                note.set_advice()
         if advice.is_new:
             advice.is_new = False
             advice.first_count = advice.site_count
@@ -424,7 +426,7 @@ class Advised(Recording):
             value = None
             if not tensor.requires_grad:
                 if (tensor.ndim > 1 or tensor.numel() >= registry.short_length) and not is_simple(registry, tensor):
-                    registry.keep(tensor, by_advice=True)  # recipes may read it uncopied, as it must not change anyway
+                    registry.keep_by_advice(tensor)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
             if self._may_be_derived(tensor):
                 value = value_by_advice(registry, tensor)
@@ -462,7 +464,7 @@ class Advised(Recording):
         find = self.find
         target: Any = args[0] if args else None
         is_dropped = False
-        is_noted = True
+        is_memory_read = True
         version = 0
         if type(target) in PLAIN and is_ordinary(target):
             is_dropped = bool(site.advice & DROP) and torch.is_grad_enabled()
@@ -472,14 +474,15 @@ class Advised(Recording):
                     find.before = value_by_advice(registry, target)
                 version = target._version + 1
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                is_noted = registry.storages.is_read(target, find.before if is_dropped else registry.names.find(target))
-        writes = self.begin_writing(function, args, kwargs) if is_noted else []
+                value = find.before if is_dropped else registry.names.find(target)
+                is_memory_read = registry.storages.is_read(target, value)
+        writes = self.begin_writing(function, args, kwargs) if is_memory_read else []
         try:
             result = (
                 self._run_with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
             )
             if is_dropped and result is target and result._version == version:
-                find.is_noted = is_noted
+                find.is_memory_read = is_memory_read
                 self._give_own_recipe(site, args, kwargs, result, is_written=True)
             if self.saved_leaves or self.result_candidates:
                 self._finish_saving()

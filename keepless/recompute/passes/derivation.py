@@ -39,7 +39,8 @@ def value_of(registry: Registry, tensor: Tensor) -> Value | None:
     derivation = _derivation(registry, tensor)
     if derivation is None:
         return None
-    return registry.remember(tensor, Value(Recipe(derivation, tensor)) if isinstance(derivation, Again) else derivation)
+    value = Value(Recipe(derivation, tensor)) if isinstance(derivation, Again) else derivation
+    return registry.remember(tensor, value)
 
 
 def value_by_advice(registry: Registry, tensor: Tensor) -> Value | None:
@@ -89,10 +90,13 @@ def _derivation(registry: Registry, tensor: Tensor) -> Again | Value | None:
 
 
 def _of_base(registry: Registry, tensor: Tensor) -> Again | Value | None:
+    """The view of a base that has a value; or this value, if a subclass has returned a view of a whole result."""
     base = tensor._base
     form = None if base is None else form_of(tensor, base)
-    value = None if base is None or form is None else value_of(registry, base)
-    if base is None or form is None or value is None:
+    if base is None or form is None:
+        return None
+    value = value_of(registry, base)
+    if value is None:
         return None
     # Tensor subclasses return views of whole results, but not when a checkpoint repeats the pass, which must save the
     # same tensors.
@@ -209,5 +213,5 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
         return kept
     if not is_alike:
         return Again(laid_out, (value, copy.stride()))
-    registry.move(value, copy)
+    registry.move_to_copy(value, copy)
     return value

@@ -31,12 +31,13 @@ class Finder:
     room: int | None = None  # bytes that can be freed if the call is repeated; None: by advice
     saved_leaves: Sequence[Tensor] = ()  # what the call has saved as it is, such as parameters
     before: Value | None = None  # the value of the result before the call has written over it
-    is_noted: bool = True  # something is saved or kept in the memory of what the call has written over
+    is_memory_read: bool = True  # something is saved or kept in the memory of what the call has written over
     kept_bytes: int = 0  # only for the recipe
     unread_values: list[Value] = field(default_factory=list)
     node_packs: Sequence[Any] | None = None  # by advice: what the result's node holds, once somebody asks
 
     def saved(self, node: Any, name: str) -> Any:
+        """What a recipe reads for a tensor that a node has saved. NotRepeated: the program's hooks have packed it."""
         packed = packed_by(node, name)
         if isinstance(packed, Tensor):  # there are no hooks, and the program cannot reach it
             return packed
@@ -46,6 +47,7 @@ class Finder:
         return value
 
     def values_of(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """What a recipe reads for each of these arguments, which may be kept for it."""
         by_id = self.registry.names.by_id  # the usual case by advice, as there may be many
         values: list[Any] = []
         for tensor in tensors:
@@ -57,7 +59,7 @@ class Finder:
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
         if self.room is not None:
-            return self._argument(tensor, may_keep, self.room)
+            return self._find_argument(tensor, may_keep, self.room)
         registry = self.registry
         if tensor is self.result:  # its own value, if it is known already, would be its own input
             return self._value_before(tensor)
@@ -72,10 +74,10 @@ class Finder:
         node = tensor.grad_fn
         is_usual = node is not None and kind is Tensor and tensor.layout is torch.strided and tensor._base is None
         if is_usual and not (registry.storages.exposed.by_address or type(node) in DERIVING or tensor.is_nested):
-            return registry.keep(tensor, by_advice=True)
-        return self._argument(tensor, True, self.result.nbytes)
+            return registry.keep_by_advice(tensor)
+        return self._find_argument(tensor, True, self.result.nbytes)
 
-    def _argument(self, tensor: Tensor, may_keep: bool, room: int) -> Any:
+    def _find_argument(self, tensor: Tensor, may_keep: bool, room: int) -> Any:
         """What the recipe reads for an argument. NotRepeated: `may_keep` is False, and it is not much smaller."""
         registry = self.registry
         storages = registry.storages
@@ -87,9 +89,9 @@ class Finder:
             is_saved = self._is_saved(tensor) if by_advice else any([leaf is tensor for leaf in self.saved_leaves])
             if is_saved:
                 return storages.keep_in_place(tensor)
-        value = None if copies else self._available(tensor)
+        value = None if copies else self._available_value(tensor)
         if value is not None:
-            if not by_advice and value.consumers == value.sign_consumers:
+            if not by_advice and value.consumer_count == value.sign_consumer_count:
                 self.unread_values.append(value)
             return value
         if tensor is self.result:
@@ -99,7 +101,7 @@ class Finder:
         if not (is_small or ((may_keep or stays) and not copies)):
             raise NotRepeated("its input is not kept")
         may_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
-        may_change = not (may_copy or stays or tensor.requires_grad or storages.has_made(tensor))
+        may_change = not (may_copy or stays or tensor.requires_grad or storages.is_made_without_gradient(tensor))
         if may_copy or may_change:
             if by_advice:
                 return copied(tensor)
@@ -109,7 +111,7 @@ class Finder:
         if not (stays or tensor.requires_grad):
             storages.teach_maker(tensor)
         if by_advice and not is_parameter(tensor):
-            return registry.keep(tensor, by_advice=True)
+            return registry.keep_by_advice(tensor)
         kept = recipe_input(registry, tensor)
         if not by_advice:
             self.kept_bytes += 0 if stays else _bytes(tensor)
@@ -117,7 +119,7 @@ class Finder:
                 registry.log.note(kept, tensor)
         return kept
 
-    def _available(self, tensor: Tensor) -> Value | None:
+    def _available_value(self, tensor: Tensor) -> Value | None:
         """The value of an argument, if a recipe may read it; with a plan, it may be kept for that."""
         registry = self.registry
         if self.room is None:
@@ -131,7 +133,7 @@ class Finder:
         if value is None:
             is_large = MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
             is_made = registry.storages.is_made(tensor)
-            if is_made or (is_large and registry.storages.has_made(tensor)):
+            if is_made or (is_large and registry.storages.is_made_without_gradient(tensor)):
                 if not is_made:
                     registry.storages.teach_maker(tensor)
                 value = registry.keep(tensor)
@@ -142,7 +144,7 @@ class Finder:
     def _value_before(self, result: Tensor) -> Value:
         """The value of the result before the call has written over it. NotRepeated: it cannot be read any more."""
         value = self.before or self.registry.names.find(result, overwrites=1)  # its copy's
-        if value is None or (self.is_noted and self.registry.is_lost(value, result)):
+        if value is None or (self.is_memory_read and self.registry.is_lost(value, result)):
             raise NotRepeated(_OVERWRITTEN)
         return value
 

@@ -66,14 +66,14 @@ class Note:
         self.needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
         self.hides_parameters = _hides_parameters(call, node)
 
-    def decide(self) -> None:
+    def set_advice(self) -> None:
         """Set the site's advice, once the pass has ended."""
         value, base = self.value(), self.base_value()
         are_inside = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
         advice = bits.DROP if are_inside else 0
         if are_inside and (self.needs_rules or any(are_inside)):
             advice |= bits.RULES
-        if base is not None and base is not value and isinstance(base.source, Recipe) and base.consumers:
+        if base is not None and base is not value and isinstance(base.source, Recipe) and base.consumer_count:
             advice |= bits.RULES
         for pack in self.packs:
             advice |= _bits_of(pack, value)
@@ -125,7 +125,7 @@ def _is_read(recipe: Recipe | None, result_value: Value | None) -> bool:
     if recipe is None:
         return False
     values = [reference() for reference in recipe.outputs] if recipe.outputs else [result_value]
-    return any([value is not None and value.source is recipe and value.consumers for value in values])
+    return any([value is not None and value.source is recipe and value.consumer_count for value in values])
 
 
 def base_of(value: Value) -> Value:

@@ -34,18 +34,18 @@ def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
 def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
     """What autograd holds in place of a tensor that it saves: the tensor itself, only its shape, or its value."""
     call = registry.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
-    call.saves += 1
+    call.save_count += 1
     row = call.row
     if registry.outer is None and is_simple(registry, tensor):
-        return registry.kept(tensor, None)
+        return registry.kept_class(tensor, None)
     if not is_ordinary(tensor):
-        kept = registry.kept(tensor, registry.outer)
+        kept = registry.kept_class(tensor, registry.outer)
         registry.log.note_subclass(kept, tensor)
         return kept
     if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
         return ShapeOnly(tensor)
     if row.narrow is None or tensor.dtype is not torch.int64:
-        return _saved(registry, tensor, call)
+        return _save_with_value(registry, tensor, call)
     value = registry.names.find(tensor)
     if value is None:
         indices = registry.keep_copy(tensor, row.narrow(call.args, call.kwargs))
@@ -83,19 +83,19 @@ def sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> 
     return value
 
 
-def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
-    """What autograd holds for a tensor with a value."""
+def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
+    """What autograd holds for a tensor that gets a value, unless it has one."""
     row = call.row
     log = registry.log
     value = value_of(registry, tensor)
     if value is None:
-        value = _kept_value(registry, tensor, call)
-    elif not value.consumers and value.is_unread:
+        value = _keep_for_views(registry, tensor, call)
+    elif not value.consumer_count and value.is_unread:
         log.note(value, tensor)
     base = tensor._base
     base_value = None if base is None else registry.names.find(base)
     if base is not None and base_value is not None and base_value is not value:
-        if not base_value.consumers and isinstance(base_value.source, Kept):
+        if not base_value.consumer_count and isinstance(base_value.source, Kept):
             log.note(base_value, base)  # the view is computed from it
     saved = Saved(value, registry.storages.memories, tensor)
     serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
@@ -105,21 +105,21 @@ def _saved(registry: Registry, tensor: Tensor, call: Call) -> Saved:
         saved.reads_signs = True
         value.positive = row.positive
         value.stream = current_stream(tensor)
-        value.sign_consumers += 1
+        value.sign_consumer_count += 1
         registry.sign_values.append(weakref.ref(value))
     return saved
 
 
-def _kept_value(registry: Registry, tensor: Tensor, call: Call) -> Value:
+def _keep_for_views(registry: Registry, tensor: Tensor, call: Call) -> Value:
     """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
     base = tensor._base
     is_base = base is not None and base.numel() == tensor.numel() and registry.storages.is_made(base)
     kept = base if base is not None and is_base else tensor
     value = registry.keep(kept)
-    value.why = value.why or registry.log.why(tensor)
+    value.why = value.why or registry.log.why_kept(tensor)
     registry.log.note(value, kept)
     if call.row.inside:
-        call.inside.append(Inside(value, call.saves - 1, is_base))
+        call.inside.append(Inside(value, call.save_count - 1, is_base))
     if not is_base:
         return value
     view_value = value_of(registry, tensor)

@@ -64,17 +64,14 @@ class ByPlan:
         """
         self.call_number += 1
         self.result_bytes += bytes
-        planned = None
-        most = self.planned_bytes
-        if self.plan is not None and self.call_number < len(self.plan.calls):
-            planned, most = self.plan.calls[self.call_number]
-        most = most if planned == function else self.planned_bytes
+        calls = () if self.plan is None else self.plan.calls
+        is_planned = self.call_number < len(calls) and calls[self.call_number][0] == function
+        most = calls[self.call_number][1] if is_planned else self.planned_bytes
         if self.result_bytes > MORE * most + self.slack:
             self.excess_bytes = self.result_bytes - most
-        elif planned == function and self.plan is not None:
+        elif is_planned and self.plan is not None:
             return self.plan.flags[self.call_number]
-        if self.plan is not None:
-            self.leave()
+        self.leave()
         return None
 
     def why_kept(self, value: Value) -> str:

@@ -45,7 +45,7 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
     where an earlier pass has found that the recipe is worth while.
     """
     try:
-        room = None if call.is_advised else call.room(result)
+        room = None if call.is_advised else call.freeable_bytes(result)
         saved_leaves = [tensor for tensor, kept, _ in call.packed if isinstance(kept, Kept)]
         find = Finder(registry, result, room, saved_leaves, call.before)
         again = rule(find, call.args, call.kwargs, result)
@@ -60,7 +60,7 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
                 raise NotRepeated("smaller than what would be kept for it")
         if again.draws:
             state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
-            if call.random is None or (not call.is_advised and MUCH * state > call.room(result)):
+            if call.random is None or (not call.is_advised and MUCH * state > call.freeable_bytes(result)):
                 raise NotRepeated("its random numbers are not worth keeping")
             again = again._replace(function=partial(_draw_again, *call.random, again.function))
     except NotRepeated as reason:
@@ -146,7 +146,7 @@ def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, r
     flag = policy.next_flag(call.function, result.nbytes)
     call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
     longest = LONGEST if flag is None else LONGEST_PLANNED
-    value = give_planned(registry, call.planned, rule, call, result, longest) or registry.names.find(result)
+    value = give_planned_recipes(registry, call.planned, rule, call, result, longest) or registry.names.find(result)
     if value is None:
         if result.grad_fn is None:
             return  # kept only once a recipe reads it: nothing else says when it is freed
@@ -155,7 +155,7 @@ def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, r
     read_result_instead(registry, call, result, value, serves=policy.plan is None or not policy.plan.fits)
 
 
-def give_planned(
+def give_planned_recipes(
     registry: Registry, planned: int, rule: Rule, call: Call, result: Tensor, longest: int
 ) -> Value | None:
     """Give a result and what its call has saved inside recipes, if that is planned. Returns the result's value."""
@@ -175,7 +175,7 @@ def read_result_instead(registry: Registry, call: Call, result: Tensor, value: V
     """
     for saved in call.replaceable if serves else ():
         saved.read_instead(value)
-        value.recipes += (weakref.ref(saved),)
+        value.readers += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
         base_value = registry.names.find(base) or registry.keep(base)  # other views of it are recomputed from this

@@ -101,7 +101,7 @@ from ...torch_internals import (
     unpack,
     unwrapped,
 )
-from ..held.calls import Call, Overwriting, after_overwriting, before_overwriting
+from ..held.calls import Call, Overwriting, begin_overwriting, end_overwriting
 from ..held.elsewhere import Elsewhere
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
@@ -199,7 +199,7 @@ class Recording(TorchFunctionMode):
     def forget(self, has_raised: bool) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
         self.registry.clear(has_raised)
-        self.kept = self.registry.log.kept() if self.policy is None else self.registry.log.kept(self.policy.why_kept)
+        self.kept = self.registry.log.take_kept_tensors(None if self.policy is None else self.policy.why_kept)
         self.frame = None
 
     def end_if_abandoned(self) -> bool:
@@ -207,7 +207,7 @@ class Recording(TorchFunctionMode):
 
         Returns whether it has.
         """
-        if not is_running(self.frame):
+        if clear_if_ended(self.frame):
             self.is_abandoned = True  # first, because this mode sees the functions that `forget` calls
             self.frame = None
             self.forget(has_raised=True)
@@ -221,8 +221,8 @@ class Recording(TorchFunctionMode):
 
     def leave_abandoned(self) -> bool:
         """Remove the rest of an abandoned recording; False if another context has been entered on top of it."""
-        covered = self.is_mode and current_function_mode() is not self
-        if not self.end_if_abandoned() or self.hooks is not None or covered:
+        is_covered = self.is_mode and current_function_mode() is not self
+        if not self.end_if_abandoned() or self.hooks is not None or is_covered:
             return False
         if self.is_mode:
             super().__exit__(None, None, None)
@@ -247,9 +247,8 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         row = row_of(function)
         are_plain = PLAIN.issuperset(types)
-        if row.only_asks and are_plain and not self.around:
-            return function(*args, **kwargs)
-        if self.end_if_abandoned() or (row.only_asks and are_plain):
+        only_asks = row.only_asks and are_plain
+        if (only_asks and not self.around) or self.end_if_abandoned() or only_asks:
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._see_inside(partial(_dispatch, types), function, args, kwargs)
@@ -269,7 +268,7 @@ class Recording(TorchFunctionMode):
                 self.registry.expose(args[0])
             return function(*args, **kwargs)
         if function == SETS_DATA and is_ordinary(args[0]):
-            self.registry.before_setting_data(*args)
+            self.registry.prepare_setting_data(*args)
         if not may_overwrite(function, args, kwargs):
             return self.run(call)
         call.overwrites = True
@@ -285,7 +284,7 @@ class Recording(TorchFunctionMode):
         registry.storages.note_all()
         tensors = [unwrapped(tensor) for tensor in overwritten(function, args, kwargs)]
         writes = [
-            before_overwriting(tensor, registry.storages.memories, registry.outer)
+            begin_overwriting(tensor, registry.storages.memories, registry.outer)
             for tensor in tensors
             if not registry.storages.may_change_unseen(tensor)  # no recipe reads it
         ]
@@ -293,7 +292,7 @@ class Recording(TorchFunctionMode):
 
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
-            if after_overwriting(write, self.registry.storages.memories):
+            if end_overwriting(write, self.registry.storages.memories):
                 self.registry.names.forget(write.storage)
 
     def _see_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +323,7 @@ class Recording(TorchFunctionMode):
         registry.call = call
         try:
             result = call.function(*call.args, **call.kwargs)
-            self._conclude(call, result, target, version)
+            self._conclude_call(call, result, target, version)
         finally:
             registry.call = registry.log.function = None
         return result
@@ -336,7 +335,7 @@ class Recording(TorchFunctionMode):
         result = call.function(*call.args, **call.kwargs)
         self.registry.storages.note_made(call.arguments, result, call.site or True)
         if mode is not None:
-            self._refuse(call, result, mode)
+            self._keep_under_mode(call, result, mode)
         elif needs_grad:
             hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
             self.registry.unseen = "torch.vmap" if is_wrapped else hooks
@@ -346,7 +345,7 @@ class Recording(TorchFunctionMode):
     def note_conclusion(self, call: Call, result: Any, is_hidden: bool = False) -> None:
         """A call has run, and the rules have decided about it, unless it was hidden."""
 
-    def _refuse(self, call: Call, result: Any, mode: type) -> None:
+    def _keep_under_mode(self, call: Call, result: Any, mode: type) -> None:
         """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""
         registry = self.registry
         row = call.row
@@ -354,16 +353,12 @@ class Recording(TorchFunctionMode):
             if registry.storages.is_made(tensor) and registry.names.find(tensor) is None:
                 registry.keep(tensor)
         rule = row.again if registry.by_plan or not row.is_slow else None
-        if (
-            registry.refused_mode is None
-            and rule is not None
-            and isinstance(result, Tensor)
-            and registry.storages.is_made(result)
-        ):
-            if how_to_repeat(registry, rule, call, result) is not None:
-                registry.refused_mode = mode
+        if registry.refused_mode is not None or rule is None or not isinstance(result, Tensor):
+            return
+        if registry.storages.is_made(result) and how_to_repeat(registry, rule, call, result) is not None:
+            registry.refused_mode = mode
 
-    def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
+    def _conclude_call(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
         row = call.row
         registry = self.registry
@@ -385,7 +380,7 @@ class Recording(TorchFunctionMode):
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
             registry.log.explain(result, registry.names.find(result), call.why)
         for value, tensor in call.unsettled:
-            if isinstance(value.source, Kept) and not (value.sign_consumers or value.source.is_modified()):
+            if isinstance(value.source, Kept) and not (value.sign_consumer_count or value.source.is_modified()):
                 value.source = Kept(tensor, registry.outer)
         self.note_conclusion(call, result)
 
@@ -467,15 +462,16 @@ def is_ours(hooks: Hooks) -> bool:
 set_aside_while_disabled(is_ours)
 
 
-def is_running(frame: FrameType | None) -> bool:
-    """Whether a call is still running (None: yes). If not, the variables that a traceback holds are freed.
+def clear_if_ended(frame: FrameType | None) -> bool:
+    """Whether a call has ended (None: no). If so, the variables are freed that a traceback holds.
 
     A `finally` would be simpler, but a module calls no hooks after Ctrl-C, and a changed `forward` would stay bound to
     the network in its replicas and copies. Freed objects do not tell either, as a notebook holds the traceback.
     """
+    if frame is None:
+        return False
     try:
-        if frame is not None:
-            frame.clear()
-    except RuntimeError:
-        return True
-    return frame is None
+        frame.clear()
+    except RuntimeError:  # it is running
+        return False
+    return True

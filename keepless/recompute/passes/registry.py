@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage, nn
 from ...inputs import tensors_in
 from ...saved import ByStorage, Gone, Kept, copied, is_ordinary
 from ...torch_internals import Hooks, address, next_node_number, node_number, node_of, storage_uses
-from ..held.calls import Call, before_overwriting
+from ..held.calls import Call, begin_overwriting
 from ..held.values import NO_MEMORY, Memory, Value
 from .advice import MEMORY
 from .report import Log
@@ -59,13 +59,13 @@ class Storages:
         self.input_addresses = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.memories: ByStorage[Memory] = ByStorage()
         self.unnoted: list[Value | Kept] = []  # kept by advice, or parameters of recipes, and not yet in `memories`
-        self.without_gradient: ByStorage[Any] = ByStorage()  # memory made by calls: their sites, or True
-        self.exposed: ByStorage[bool] = ByStorage()  # memory that the program may change unseen
+        self.makers: ByStorage[Any] = ByStorage()  # of memory without a gradient: sites of the calls, or True
+        self.exposed: ByStorage[bool] = ByStorage()  # the set of those that the program may change unseen: all True
 
     def clear(self) -> None:
         self.memories.clear()
         self.unnoted = []
-        self.without_gradient.clear()
+        self.makers.clear()
         self.exposed = ByStorage()  # recipes of norms hold the other one
 
     def is_made(self, tensor: Tensor) -> bool:
@@ -81,20 +81,20 @@ class Storages:
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
-            if not self.without_gradient.get(storage):
+            if not self.makers.get(storage):
                 inputs = filter(is_ordinary, tensors_in(arguments))
                 sharing = [x for x in inputs if address(x.untyped_storage()) == address(storage)]
                 if all([self.is_made(x) for x in sharing]):
-                    self.without_gradient.put(storage, maker)
+                    self.makers.put(storage, maker)
 
-    def has_made(self, tensor: Tensor) -> bool:
+    def is_made_without_gradient(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
-        return self.without_gradient.get(storage) is not None and storage.resizable()
+        return self.makers.get(storage) is not None and storage.resizable()
 
     def teach_maker(self, tensor: Tensor) -> None:
         """Let later passes note this memory, too: its maker's site gets advice."""
-        maker: Any = self.without_gradient.get(tensor.untyped_storage())
+        maker: Any = self.makers.get(tensor.untyped_storage())
         if maker is not True:
             maker.advice |= MEMORY
 
@@ -129,7 +129,8 @@ class Storages:
             except NotImplementedError:  # sparse
                 continue
             if isinstance(value, Value):
-                value.storage, value.bytes = address(storage), storage.nbytes()
+                value.storage = address(storage)
+                value.bytes = storage.nbytes()
             self.note(value, storage)
 
     def keep_in_place(self, tensor: Tensor) -> Kept:
@@ -149,7 +150,7 @@ class Registry:
     the recording. `by_plan`: a plan decides what is kept (rule 13). For other arguments see `Recording`.
     """
 
-    kept: type[Kept] = Kept  # the class that holds a kept tensor
+    kept_class: type[Kept] = Kept  # the class that holds a kept tensor
 
     def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, by_plan: bool) -> None:
         self.names = Names()
@@ -175,7 +176,8 @@ class Registry:
             if value is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.names = Names()
-        self.sign_values, self.unsettled = [], []
+        self.sign_values = []
+        self.unsettled = []
         self.storages.clear()
         self.outer = None
 
@@ -187,7 +189,7 @@ class Registry:
             last_reference, _, value = names.by_id.get(reference.event, NOT_KNOWN)
             if last_reference is reference:
                 del names.by_id[reference.event]
-                if value.sign_consumers:
+                if value.sign_consumer_count:
                     self.unsettled.append(value)
         if self.unsettled:
             self.unsettled = [value for value in self.unsettled if not value.settle(self.outer)]
@@ -201,23 +203,22 @@ class Registry:
 
     # What is kept
 
-    def keep(self, tensor: Tensor, by_advice: bool = False) -> Value:
-        """Keep a tensor, and remember its value.
+    def keep_by_advice(self, tensor: Tensor) -> Value:
+        """`keep`, but the memory is noted only before a call that writes, or before rules ask."""
+        value = Value(Kept(tensor, None, detaches=False))
+        self.storages.unnoted.append(value)
+        self.names.by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
+        return value
 
-        `by_advice`: its memory is noted only before a call that writes, or before rules ask.
-        """
-        if by_advice:
-            value = Value(Kept(tensor, None, detaches=False))
-            self.storages.unnoted.append(value)
-            self.names.by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
-            return value
+    def keep(self, tensor: Tensor) -> Value:
+        """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
         stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
         bytes = 0 if stays else storage.nbytes()
         # An alias of a tensor that the pass has made without a gradient, which would live until its end otherwise.
-        is_alias = not (stays or tensor.requires_grad) and bool(self.storages.without_gradient.get(storage))
-        value = Value(self.kept(tensor.detach() if is_alias else tensor, None), address(storage), bytes)
-        value.why = self.log.why(tensor)
+        is_alias = not (stays or tensor.requires_grad) and bool(self.storages.makers.get(storage))
+        value = Value(self.kept_class(tensor.detach() if is_alias else tensor, None), address(storage), bytes)
+        value.why = self.log.why_kept(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled.append((value, tensor))
@@ -236,10 +237,11 @@ class Registry:
         self.log.note(value, indices)
         return value
 
-    def move(self, value: Value, copy: Tensor) -> None:
+    def move_to_copy(self, value: Value, copy: Tensor) -> None:
         """Keep the value of an argument in its copy, which the call saves, if nothing else reads it."""
         if value.is_unread:
-            value.source, value.storage = self.kept(copy, None), self.place(copy)
+            value.source = self.kept_class(copy, None)
+            value.storage = self.place(copy)
             self.storages.note(value, copy.untyped_storage())
 
     def place(self, tensor: Tensor) -> int:
@@ -259,7 +261,7 @@ class Registry:
 
     # Memory that the program changes unseen
 
-    def before_setting_data(self, tensor: Tensor, source: Tensor) -> None:
+    def prepare_setting_data(self, tensor: Tensor, source: Tensor) -> None:
         """`tensor.data = source` will give a tensor the memory of another, but no new version."""
         self.read_as_pytorch(tensor)
         if self.storages.is_made(tensor):
@@ -273,7 +275,7 @@ class Registry:
         if isinstance(tensor, nn.Parameter) or storages.exposed.get(storage):
             return
         is_known = bool(self.names.keys_in(storage)) or storages.is_made(tensor)
-        if is_known or storages.has_made(tensor):
+        if is_known or storages.is_made_without_gradient(tensor):
             if not is_known:
                 storages.teach_maker(tensor)
             storages.exposed.put(storage, True)
@@ -286,7 +288,7 @@ class Registry:
         memory = self.storages.memories.get(storage)
         if memory is not None:
             self.read_memory(memory, tensor)
-            before_overwriting(tensor, self.storages.memories, self.outer)
+            begin_overwriting(tensor, self.storages.memories, self.outer)
         self.names.forget(storage)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:

@@ -67,7 +67,8 @@ class Log:
         if value is not None:
             value.why = why
 
-    def why(self, tensor: Tensor) -> str:
+    def why_kept(self, tensor: Tensor) -> str:
+        """Why the result of a call is kept; "" if no reason is noted."""
         reference, why = self.reasons.get(id(tensor), (None, ""))
         return why if reference is not None and reference() is tensor else ""
 
@@ -92,10 +93,10 @@ class Log:
             line = KeptTensor(size, type(tensor).__name__, reader, calling_module(), "a subclass of tensors")
             self.subclasses.append((weakref.ref(kept), line))
 
-    def kept(self, planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. Empties the log.
+    def take_kept_tensors(self, why_planned: Callable[[Any], str] | None = None) -> list[KeptTensor]:
+        """Empty the log at the end of the forward pass, and return the tensors that are kept then, one per storage.
 
-        `planned`: why a plan keeps a value. Without a plan, the rules have noted why they do.
+        `why_planned`: why a plan keeps a value. Without a plan, the rules have noted why they do.
         """
         lines: dict[int | Signs, KeptTensor] = {}
         for reference, storage, line in self.values:
@@ -107,9 +108,11 @@ class Log:
                 key = value.source
                 line = line._replace(bytes=key.bytes, kept_for=f"signs for {line.kept_for}")
             why = "made without a gradient" if line.made_by == "input" else value.why or "no rule repeats it"
-            lines.setdefault(key, line._replace(why=why if planned is None else planned(value)))
+            lines.setdefault(key, line._replace(why=why if why_planned is None else why_planned(value)))
         subclasses = [line for reference, line in self.subclasses if reference() is not None]
-        self.values, self.subclasses, self.reasons = [], [], {}
+        self.values = []
+        self.subclasses = []
+        self.reasons = {}
         return [*lines.values(), *subclasses]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...made_tensors import Change, MadeTensors
-from ...saved import Gone, Kept, ShapeOnly, copied, is_ordinary, modified
+from ...saved import Gone, Kept, ShapeOnly, copied, is_ordinary, modified_error
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
@@ -284,7 +284,7 @@ class _Packed(Kept):
         with without_function_modes(), self._counting.allocations.off():
             tensor = super().get()
         if self.counter is not None and self.counter._version != self.version:  # a copy may not be read either
-            raise modified(self.name, tensor, self.counter._version, self.version)
+            raise modified_error(self.name, tensor, self.counter._version, self.version)
         return tensor
 
 

@@ -73,7 +73,7 @@ class Trace(Registry):
     number of a tensor's memory; None if it existed before the step.
     """
 
-    kept = _NotHeld
+    kept_class = _NotHeld
     is_over = False
 
     def __init__(
@@ -161,11 +161,11 @@ class Trace(Registry):
         number = value.number
         while self.values[number].kind == Kind.DERIVED and self.values[number].inputs:
             number = self.values[number].inputs[0]
-        is_kept = bool(value.consumers) or self.values[number].kind == Kind.KEPT
+        is_kept = bool(value.consumer_count) or self.values[number].kind == Kind.KEPT
         return is_kept and super().is_fixed(value, argument)
 
-    def move(self, value: Value, copy: Tensor) -> None:
-        super().move(value, copy)
+    def move_to_copy(self, value: Value, copy: Tensor) -> None:
+        super().move_to_copy(value, copy)
         self._change(value.number, memory=self.place(copy))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
@@ -269,7 +269,7 @@ class Trace(Registry):
         for number, save in enumerate(self.saved):
             if save.value == base_value.number:
                 self.saved[number] = save._replace(value=value.number)
-                value.count(1)
+                value.count_consumer(1)
 
     def _random_state(self, result: Tensor) -> tuple[int, ...]:
         """The state of the generator, which a recipe that draws again holds. On CUDA it is in host memory."""

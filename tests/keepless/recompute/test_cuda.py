@@ -87,7 +87,7 @@ def test_a_reader_on_another_stream_waits_and_records(present, monkeypatch):
         kept = Value(Kept(torch.empty(4), None))
         value = Value(Recipe(Again(torch.exp, [kept]), torch.empty(4)))
         for _ in range(4):
-            value.count(1)
+            value.count_consumer(1)
         for present[0] in (first, first, second):
             value.get()
     assert log == ["first waits for forward", "first records", "second waits for first", "second records"]
@@ -100,7 +100,7 @@ def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_t
     present.append(packs)
     with FakeTensorMode(), torch.device("cuda"):
         value = Value(Kept(torch.empty(4), None))
-        value.consumers = value.sign_consumers = 1
+        value.consumer_count = value.sign_consumer_count = 1
         value.positive, value.stream = positive, maker
         value.settle(None, at_end=True)
         present[0] = reads
