@@ -88,10 +88,10 @@ class Counting(Trace):
         self,
         inputs: Sequence[Tensor],
         measures: bool,
-        kind: "type[Allocations] | None" = None,
+        allocations_class: "type[Allocations] | None" = None,
         copy_parameters: bool = False,
     ) -> None:
-        self.allocations = (kind or Allocations)(self)
+        self.allocations = (allocations_class or Allocations)(self)
         super().__init__(inputs, self.allocations.memory, copy_parameters)
         self.measures = measures
         self.call_starts: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
@@ -168,6 +168,7 @@ class Counting(Trace):
 
     @ends_watch
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Hook: a parameter is about to get a gradient."""
         if gradient is not None and is_ordinary(gradient):
             memory = self.allocations.memory(gradient)
             self.arriving[parameter] = _Arrival(parameter.grad, memory, gradient.stride())
@@ -176,6 +177,7 @@ class Counting(Trace):
 
     @ends_watch
     def gradient_came(self, parameter: Tensor) -> None:
+        """Hook: autograd has added a gradient to the one that was there, has taken it over, or has copied it."""
         gradient = parameter.grad
         if parameter not in self.arriving or gradient is None:
             return
@@ -185,7 +187,8 @@ class Counting(Trace):
             parameter.grad = present
         self.gradient_bytes += gradient.nbytes
         new_memory = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
-        if memory is None or stride != gradient.stride() or not (was_there or new_memory == memory):
+        is_taken_over = new_memory == memory
+        if memory is None or stride != gradient.stride() or not (was_there or is_taken_over):
             self._note_copy(gradient, new_memory)
             return
         self.allocations.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there

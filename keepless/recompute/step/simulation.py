@@ -130,6 +130,7 @@ class Simulation:
         self.event_tuples = [tuple(event) for event in self.events]  # which are unpacked faster
 
     def _note_events(self) -> None:
+        """Note the events that depend on the choice, each with those after it that do not merged into it."""
         alone = _Levels(self.step.memories)
         with_values = {*self.kept_memories}
         level_before = 0
