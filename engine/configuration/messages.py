@@ -12,8 +12,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
-from engine.configuration.texts import HYDRA_S, fits
-from engine.configuration.words import PLUGIN, Advice, advice_about, keys_of, slips
+from engine.configuration.texts import HYDRA_KEY, fits
+from engine.configuration.words import PLUGIN, Advice, advice_about, corrected_values, keys_of
 from engine.process.plugins import LOADED
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
@@ -21,6 +21,7 @@ TORCHRUN_OPTION = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalo
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
 SOME = "…"  # stands for a value
 HELP = "--help lists the keys"
+NO_NEAREST = "--help lists them all"
 NONE = "there is none"  # how words.yaml says it
 
 
@@ -46,18 +47,12 @@ class Messages:
 
     def message(self, words: Sequence[str], error: Exception) -> str:
         """The message about words that caused an error."""
-        launcher_options = [word for word in words if TORCHRUN_OPTION.match(word)]
-        if launcher_options:
-            option = launcher_options[0]
-            return f"{option} is an option of torchrun: give it before the program, as in torchrun {option} …"
-        our_words = [word for word in words if not ("=" in word and HYDRA_S.match(word.lstrip("+~").partition("=")[0]))]
-        messages = [self._about_all(our_words, error), *map(self._about_form, our_words)]
-        override = getattr(error, "override", None)
-        text = f"override {override}" if override else str(error)
-        match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
-        key = getattr(error, "full_key", None) or (match and match[1])
-        wrong_word = next((word for word in reversed(words) if word.lstrip("+").partition("=")[0] == key), "")
-        return next(filter(None, messages), None) or self._about_error(error, wrong_word)
+        for word in words:
+            if TORCHRUN_OPTION.match(word):
+                return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
+        our_words = [word for word in words if not ("=" in word and HYDRA_KEY.match(_key_in(word.lstrip("+~"))))]
+        messages = (self._about_all(our_words, error), *map(self._about_form, our_words))
+        return next(filter(None, messages), None) or self._about_error(error, _wrong_word(words, error))
 
     def _about_all(self, words: Sequence[str], error: Exception) -> str:
         """One message about all words that are not the command's keys, choices or values."""
@@ -65,12 +60,8 @@ class Messages:
         answers = [answer for answer in map(self._answer, wrong) if answer is not None]
         if not answers:
             return ""
-        gives: dict[str, str] = {}
-        for answer in answers:
-            for pair in answer.give:  # of two values for a key, one that was given counts more than a suggested one
-                key, _, value = pair.partition("=")
-                gives[key] = pair if key not in gives or value == answer.argument.value else gives[key]
-        needed = self._needed_choice([*gives.values()], words)
+        gives = _one_value_each(answers)
+        needed = self._needed_choice(gives, words)
         if len(answers) == 1:
             ((text, _, _, fault), _, say) = answers[0]
             return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
@@ -79,7 +70,7 @@ class Messages:
         if replaced:
             no_keys = all(answer.argument.fault == NO_KEY for answer in answers)
             start = f"there are no such keys as {replaced}; " if no_keys else f"{replaced}: "
-            sentences.append(f"{start}give {' '.join(gives.values())}{needed}")
+            sentences.append(f"{start}give {' '.join(gives)}{needed}")
         titles_by_sentence: dict[str, list[str]] = {}
         for answer in answers:
             if not answer.give:
@@ -93,7 +84,7 @@ class Messages:
         if fault or str(error).startswith(f"{name}="):
             return False
         if name in self.groups:
-            return not self._about_choice(name, value)
+            return self._wrong_choice(name, value) is None
         declared = self.declared.get(name)
         if declared is None:
             return False
@@ -108,34 +99,39 @@ class Messages:
         if advice is not None:
             return Answer(argument, *self._corrected(*advice))
         if name in self.keys:
-            pair = self._pair(name, value)
-            instead = self._replacement(name, value) or (([pair], f"give {pair}") if fault else None)
-            return instead and Answer(argument, *instead)
+            correction = self._correction(name, value)
+            if correction is None and fault:
+                pair = self._pair(name, value)
+                correction = [pair], f"give {pair}"
+            return correction and Answer(argument, *correction)
         free = tuple(f"{key}." for key, declared in self.declared.items() if declared.kind is Any)  # of any names
         if fault in ("", NO_VALUE) or name.startswith(free):
             return None
         pairs = [self._pair(key, value) for key in nearest]
-        say = f"give {' or '.join(pairs)}" if pairs else "--help lists them all" if fault == NO_KEY else HELP
-        return Answer(argument, pairs if len(pairs) == 1 else [], say)
+        if pairs:
+            return Answer(argument, pairs if len(pairs) == 1 else [], f"give {' or '.join(pairs)}")
+        return Answer(argument, [], NO_NEAREST if fault == NO_KEY else HELP)
 
     def _advice(self, argument: Argument, nearest: list[str]) -> Advice | None:
         """Advice from other programs' words; None if one of the nearest keys, which ends like it, counts before it."""
         _, name, value, fault = argument
         same = [key for key in nearest if _last(key) == _last(name).lower()]
         advice = advice_about(name, value, self.keys, patterns=not same)
-        if advice is None and fault == NO_VALUE:
-            return advice_about(value, "", self.keys)
-        if advice and LOADED and name in self.groups and advice.give is None:
+        if advice is None:
+            return advice_about(value, "", self.keys) if fault == NO_VALUE else None
+        if LOADED and name in self.groups and advice.give is None:
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
-        if advice is None or name not in map(_last, same):
+        if name not in map(_last, same):
             return advice
+        if advice.give is None and any(key in advice.say for key in same):
+            return advice  # it says what our key is, such as a share of something else
+        if advice.say.startswith(NONE):
+            return None
         # A choice's own key counts before another program's word that is spelled alike, so a new choice need not know
         # words.yaml. Not so for data, whose keys all datasets share.
         is_of_choice = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
-        given_names = {_last(key) for key in keys_of(advice.give or "")}
-        if advice.give is None and any(key in advice.say for key in same):
-            return advice  # it says what our key is, such as a share of something else
-        return None if advice.say.startswith(NONE) or is_of_choice and name not in given_names else advice
+        is_given = name in map(_last, keys_of(advice.give or ""))
+        return None if is_of_choice and not is_given else advice
 
     def _corrected(self, give: str | None, say: str) -> tuple[list[str], str]:
         """Advice from other programs' words, with the values that our keys can take."""
@@ -143,20 +139,20 @@ class Messages:
         problem = ""
         for pair in re.split(r" (?=[\w.]+=)", give) if give else []:  # values may have spaces
             key, _, text = pair.partition("=")
-            pairs, sentence = self._replacement(key, text) or ([f"{key}={text}"], "")
+            pairs, sentence = self._correction(key, text) or ([f"{key}={text}"], "")
             gives += pairs
             if not pairs:
                 problem = f"{pair}: {sentence}"
         return gives, problem or (f"give {' '.join(gives)}" if gives else say)
 
-    def _replacement(self, name: str, value: str) -> tuple[list[str], str] | None:
+    def _correction(self, name: str, value: str) -> tuple[list[str], str] | None:
         """What to give instead of a value that our key cannot take, and a sentence about it.
 
         None if the key takes it, or if only the error of setting it can say more.
         """
         if name in self.groups:
-            sentence = self._about_choice(name, value)
-            return ([], sentence) if sentence else None
+            choice = self._wrong_choice(name, value)
+            return None if choice is None else ([], self._about_choice(name, choice))
         likely = _likely_value(value, self.declared[name]) if name in self.declared else None
         return None if likely is None else ([f"{name}={likely}"], self._about_value(name, value))
 
@@ -166,29 +162,28 @@ class Messages:
         if word.startswith("~"):
             return f"{word}: leave {word[1:]} out to keep its default"
         if not equals or name != name.strip() or not name:
-            spaces = f"{SPACE}; {HELP}"
-            return f"{word or 'an empty argument'}: {QUOTE if word.endswith((',', ']', '}')) else spaces}"
+            is_cut = word.endswith((",", "]", "}"))  # by the shell, at a space
+            return f"{word or 'an empty argument'}: {QUOTE if is_cut else f'{SPACE}; {HELP}'}"
         return f"{word}: leave out the +: {word.lstrip('+')}" if word[0] == "+" and name in self.groups else ""
 
-    def _about_choice(self, group: str, choice: str) -> str:
-        """What is wrong with a choice; "" if nothing is, or if only Hydra's error can say more."""
-        if group in self.declared and "is_list" in self.declared[group].metadata:
-            choice = choice.strip("[]")
-            if "," in choice:
-                return next(filter(None, (self._about_choice(group, name) for name in choice.split(","))), "")
-        choice = choice.removesuffix(".yaml")
+    def _wrong_choice(self, group: str, text: str) -> str | None:
+        """The first choice in a text that a group does not have; None if it has all, or if only Hydra can tell."""
+        is_list = group in self.declared and "is_list" in self.declared[group].metadata
+        texts = [part.strip("[]") for part in text.split(",")] if is_list else [text]
         names = choices(group, self.schema)
-        is_none = choice == "null" and self.groups[group] is None
-        if choice in names or is_none or choice.startswith(("[", "{")):
-            return ""
+        if self.groups[group] is None:
+            names.append("null")  # the default
+        chosen = (part.removesuffix(".yaml") for part in texts)
+        return next((choice for choice in chosen if choice not in names and not choice.startswith(("[", "{"))), None)
+
+    def _about_choice(self, group: str, choice: str) -> str:
+        """What is wrong with a choice that a group does not have."""
         if "," in choice:
-            apart = re.sub(r",\s*(?=[\w.]+=|$)", " ", choice).strip()
-            spaces = f"expected spaces between arguments, without commas: {group}={apart}"
-            return "expected one choice; with -m the command runs once for each" if apart == choice else spaces
+            return _about_commas(group, choice)
         tasks = [task for task, run in RUNS.items() if choice in choices(group, run)]
         if tasks and self.schema in RUNS.values():
             return f"it is for {tasks[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
-        sentence = no_such(group, choice, names)
+        sentence = no_such(group, choice, choices(group, self.schema))
         return sentence if tasks or group not in CHOICES or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
 
     def _about_error(self, error: Exception, word: str) -> str:
@@ -196,7 +191,7 @@ class Messages:
         reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         name, _, value = word.lstrip("+").partition("=")
         key = getattr(reason, "full_key", None) or name
-        if isinstance(reason, (ConfigAttributeError, ConfigKeyError)) and not HYDRA_S.match(key):
+        if isinstance(reason, (ConfigAttributeError, ConfigKeyError)) and not HYDRA_KEY.match(key):
             return self._about_unknown_key(key)
         keys_below = [name for name in self.declared if name.startswith(f"{key}.")]
         if keys_below:
@@ -227,7 +222,7 @@ class Messages:
             group = name.partition(".")[0]
             return f"{name} is for {' and '.join(choices_with_key)}; another {group} is chosen"
         answer = self._answer(Argument(name, name, "", NO_KEY))
-        return f"{name}={SOME}: {NO_KEY}; {answer.say if answer else '--help lists them all'}"
+        return f"{name}={SOME}: {NO_KEY}; {answer.say if answer else NO_NEAREST}"
 
     def _needed_choice(self, give: Sequence[str], words: Sequence[str]) -> str:
         """What must also be given, if only some choices of a group have a key."""
@@ -260,6 +255,39 @@ class Messages:
         return next(filter(None, fitting), [])
 
 
+def _key_in(word: str) -> str:
+    """optim.lr of +optim.lr=0.1."""
+    return word.lstrip("+").partition("=")[0]
+
+
+def _wrong_word(words: Sequence[str], error: Exception) -> str:
+    """The last word of the key that Hydra's error is about; "" if it names none."""
+    override = getattr(error, "override", None)
+    text = f"override {override}" if override else str(error)
+    match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
+    key = getattr(error, "full_key", None) or (match and match[1])
+    return next((word for word in reversed(words) if _key_in(word) == key), "")
+
+
+def _one_value_each(answers: Iterable[Answer]) -> list[str]:
+    """What to give for several arguments. Of two values for a key, one that was given counts more than our own."""
+    pair_by_key: dict[str, str] = {}
+    for answer in answers:
+        for pair in answer.give:
+            key, _, value = pair.partition("=")
+            if key not in pair_by_key or value == answer.argument.value:
+                pair_by_key[key] = pair
+    return [*pair_by_key.values()]
+
+
+def _about_commas(group: str, text: str) -> str:
+    """What is wrong with a choice that has commas: they separate arguments, or the choices of several jobs."""
+    words = re.sub(r",\s*(?=[\w.]+=|$)", " ", text).strip()
+    if words == text:
+        return "expected one choice; with -m the command runs once for each"
+    return f"expected spaces between arguments, without commas: {group}={words}"
+
+
 def _last(key: str) -> str:
     """lr of optim.lr."""
     return key.rpartition(".")[2]
@@ -267,7 +295,7 @@ def _last(key: str) -> str:
 
 def _likely_value(value: str, declared: Declared) -> str | None:
     """A value that a key takes, if it is probably meant by one that it cannot take."""
-    likely = [*slips(value)]
+    likely = [*corrected_values(value)]
     is_list = declared.kind is Any or "list[" in str(declared.kind)
     if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
         entries = 1 if "," in value else len(declared.metadata.get("entries") or [""])

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.schema.keys import CHOICES, CONFIGS, Declared, Keys, check_values, declared_in, quoted
 
-AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
+QUOTED_OR_NULL = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 WORD = re.compile(r"[\w.+-]+")
 # A comma inside quotes, brackets or braces does not end an entry.
 LIST_ENTRY = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])+""")
@@ -21,7 +21,7 @@ ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION = re.compile(r"\$\{.*\}", re.DOTALL)
 ESCAPED = re.compile(r"\\[]\\()[{}:=, \t]")
-HYDRA_S = re.compile(r"hydra\b|.*[/@]")  # words
+HYDRA_KEY = re.compile(r"hydra\b|.*[/@]")
 BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
@@ -34,15 +34,16 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     parent = keys.get(name.rpartition(".")[0])
     if parent and parent.kind is Any:  # a mapping with any names, such as `roots`
         return f"++{name}={text}" if equals and prefixed_name[0] != "~" else word
-    if name != prefixed_name and not HYDRA_S.match(name) and not (CONFIGS / name).is_dir() and name not in CHOICES:
+    is_ours = not HYDRA_KEY.match(name) and not (CONFIGS / name).is_dir() and name not in CHOICES
+    if name != prefixed_name and is_ours:
         if prefixed_name[0] == "~":
             raise HydraException(f"{word}: leave it out")
         prefixed_name = name  # + would add a key that nothing reads
-    return prefixed_name + equals + (_quoted(text, declared, sweeps) if declared else text)
+    return prefixed_name + equals + (_for_hydra(text, declared, sweeps) if declared else text)
 
 
-def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
-    """A value for Hydra's grammar.
+def _for_hydra(text: str, declared: Declared, sweeps: bool = False) -> str:
+    """A key's value as Hydra's grammar has it.
 
     Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings in mappings and, in
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
@@ -54,24 +55,23 @@ def _quoted(text: str, declared: Declared, sweeps: bool = False) -> str:
     if text.startswith("[") and text.endswith("]") and (kind is Any or "list[str]" in str(kind)):
         entries = LIST_ENTRY.findall(text[1:-1])
         if text == f"[{','.join(entries)}]":
-            return f"[{','.join(map(_for_hydra, entries))}]"
+            return f"[{','.join(map(_quoted, entries))}]"
     mapping = PLAIN_MAPPING.fullmatch(text) if kind is Any else None
     if mapping:
         pairs = (pair.partition(":") for pair in mapping[1].split(","))
-        return f"{{{','.join(f'{name}:{_for_hydra(value)}' for name, _, value in pairs)}}}"
-    if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(text))):
+        return f"{{{','.join(f'{name}:{_quoted(value)}' for name, _, value in pairs)}}}"
+    is_text = kind in (str, str | None) or (kind is Any and (is_path or WORD.fullmatch(text)))
+    if not is_text:
         return text
-    texts = [text]
-    if sweeps and not is_path and re.search(r"[,(]", text):
-        if re.search(r"""["'({[]""", text):
-            return text
-        texts = text.split(",")
-    return ",".join(map(_for_hydra, texts))
+    if not sweeps or is_path or not re.search(r"[,(]", text):
+        return _quoted(text)
+    has_syntax = re.search(r"""["'({[]""", text)
+    return text if has_syntax else ",".join(map(_quoted, text.split(",")))
 
 
 def value_of(text: str, declared: Declared | None) -> Any:
-    """The value of a text, read by its key's type. HydraException: it is none, or several."""
-    override = OverridesParser.create().parse_override(f"key={_quoted(text, declared) if declared else text}")
+    """The value of a text, read by its key's type. HydraException: it is no value, or several."""
+    override = OverridesParser.create().parse_override(f"key={_for_hydra(text, declared) if declared else text}")
     if override.is_sweep_override():
         raise HydraException(f"{text}: expected one value")
     return override.value()
@@ -82,24 +82,27 @@ def fits(text: str, declared: Declared) -> bool:
     kind, rules = declared
     if kind is bool:
         return BOOLEAN.fullmatch(text) is not None
-    typed = make_dataclass("Typed", [("value", kind, field(metadata={**rules}))])
+    schema = make_dataclass("Schema", [("value", kind, field(metadata={**rules}))])
     try:
         # Of "a text or a list", numbers are not fitting texts: 1,2 does not mean 1.2.
         value = text if kind in (str, str | None) else value_of(text, None if kind is Any else declared)
-        check_values(cast(Keys, OmegaConf.to_object(OmegaConf.structured(typed(value)))))
+        check_values(cast(Keys, OmegaConf.to_object(OmegaConf.structured(schema(value)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         return False
     return True
 
 
-def _for_hydra(text: str) -> str:
-    interpolates = INTERPOLATION.search(text)
-    if AS_IT_IS.fullmatch(text) or ((interpolates or ESCAPED.search(text)) and _is_readable(text)):
+def _quoted(text: str) -> str:
+    """A text as Hydra reads it back: in quotes if it needs them. Its interpolations stay."""
+    has_interpolation = INTERPOLATION.search(text)
+    has_syntax = has_interpolation or ESCAPED.search(text)
+    if QUOTED_OR_NULL.fullmatch(text) or (has_syntax and _is_readable(text)):
         return text
-    return QuotedString(text.strip(), Quote.double).with_quotes() if interpolates else quoted(text.strip())
+    return QuotedString(text.strip(), Quote.double).with_quotes() if has_interpolation else quoted(text.strip())
 
 
 def _is_readable(text: str) -> bool:
+    """Whether Hydra's grammar has such a value."""
     try:
         OverridesParser.create().parse_override(f"key={text}")
     except HydraException:

@@ -28,11 +28,11 @@ class Entry(NamedTuple):
     beside: str | None = None
     unit: str | None = None
 
-    def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
-        """The match of an argument's value, if this entry has advice about it for a command with these keys."""
+    def match(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
+        """The match of an argument's value; None if this entry has no advice for a command with these keys."""
         if self.needs is not None and self.needs not in keys:
             return None
-        if self.give is not None and not all(key in keys for key in keys_of(self.give)):
+        if self.give is not None and not keys_of(self.give).issubset(keys):
             return None
         if name in keys and self.value is None:
             return None  # the command's own key
@@ -54,12 +54,12 @@ class Advice(NamedTuple):
 def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
     text = Path(__file__).with_suffix(".yaml").read_bytes()
-    entries = []
+    parsed = []
     for fields in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # in C if possible: it is long
         pattern = fields.pop("is", None)
         value = None if pattern is None else re.compile(pattern, re.IGNORECASE)
-        entries.append(Entry(tuple(fields.pop("word").split()), value, **fields))
-    return entries
+        parsed.append(Entry(tuple(fields.pop("word").split()), value, **fields))
+    return parsed
 
 
 @cache
@@ -86,20 +86,27 @@ def keys_of(give: str) -> set[str]:
     return {word.partition("=")[0] for word in give.split(" ")}
 
 
-def slips(value: str) -> Iterator[str]:
+def corrected_values(value: str) -> Iterator[str]:
     """What may be meant by a value that its key cannot take: 0.5 by 50%."""
     for entry in _by_word()[SLIP]:
-        match = entry.value.fullmatch(value) if entry.give and entry.value else None
+        assert entry.value is not None and entry.give is not None, entry
+        match = entry.value.fullmatch(value)
         if match:
-            yield _computed(match.expand(f"={entry.give}"))[1:]
+            yield _with_ratio(match.expand(entry.give))
 
 
-def _computed(text: str) -> str:
-    """Text with =512/1024 computed, and {rest} of a share."""
-    share = re.search(r"0?\.\d+", text)
-    if share:
-        text = text.replace("{rest}", f"{1 - float(share[0]):g}")
-    return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
+def _with_ratio(text: str) -> str:
+    """Text with 0.5 in place of 512/1024, if that is its only or last value; a ratio to 0 stays."""
+    ratio = re.search(r"(?:^|(?<==))(\d+(?:\.\d+)?)/(\d+)$", text)
+    if ratio is None or int(ratio[2]) == 0:
+        return text
+    return f"{text[: ratio.start()]}{float(ratio[1]) / int(ratio[2]):g}"
+
+
+def _with_rest(text: str) -> str:
+    """Text with {rest} filled in, what the other share in its list leaves of 1: [0.25,{rest}] becomes [0.25,0.75]."""
+    share = re.search(r"[\[,](0?\.\d+)[\],]", text)
+    return text.replace("{rest}", f"{1 - float(share[1]):g}") if share else text
 
 
 def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
@@ -107,23 +114,31 @@ def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = 
 
     `keys`: of the command. `patterns`: also by words with a *.
     """
-    word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
+    is_ours = name in keys
+    word = name if is_ours else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
     for entry in _entries_of(word, patterns):
-        match = None if name in keys and word not in entry.word else entry.fits(word, value, keys)
+        if is_ours and word not in entry.word:
+            continue  # about a key whose name ours ends with
+        match = entry.match(word, value, keys)
         if match is None:
             continue
-        text = entry.give or entry.say
-        text = match.expand(text) if "\\" in text else text  # which takes long
-        text = text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
         if entry.give is None:
-            return Advice(None, text)
-        text = _computed(text) if "/" in entry.give or "{rest}" in entry.give else text
+            return Advice(None, _filled_in(entry.say, match, value))
+        text = _with_rest(_filled_in(entry.give, match, value))
+        text = _with_ratio(text) if "/" in entry.give else text  # not in a folder such as 2024/05
         our_key, _, our_value = text.partition("=")
         if text == f"{name}={value}":
             continue
-        next_advice = None if our_key == name or " " in text else advice_about(our_key, our_value, keys)
-        return next_advice or Advice(text, f"give {text}")
+        is_final = our_key == name or " " in text  # else there may be advice about our value, too
+        better_advice = None if is_final else advice_about(our_key, our_value, keys)
+        return better_advice or Advice(text, f"give {text}")
     return None
+
+
+def _filled_in(template: str, match: re.Match[str], value: str) -> str:
+    """An entry's `give` or `say` about an argument's value."""
+    text = match.expand(template) if "\\" in template else template  # which takes long
+    return text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
 
 
 def program() -> str:

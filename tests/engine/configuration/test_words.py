@@ -159,6 +159,13 @@ def test_keys_of_several_words():
     assert advice_about(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
 
 
+def test_ratios_are_computed_where_they_can_be():
+    messages = Messages("train_seg", SegmentationRun)
+    for value, aspect in (("512x1024", "2"), ("0x256", "256/0")):
+        answer = messages.message([f"img_size={value}"], ValueError("unknown"))
+        assert answer.endswith(f"give data.crop_size={value.partition('x')[0]} data.crop_aspect={aspect}")
+
+
 # Of rates, shares, sizes and folders: another program's word and value, what it means there, and ours for the same.
 UNITS = [
     ("train_seg", "lr0", "0.01", "optim.lr=0.01"),  # ultralytics: the first rate
