@@ -109,7 +109,7 @@ def not_ended():
     """A command that ends ignores signals, and ends its process: here pytest's."""
     before = {number: signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS}
     yield
-    stopping.hear_again(before)
+    stopping.restore_handlers(before)
     atexit.unregister(stopping._end_within_seconds)
 
 

@@ -5,7 +5,8 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial, wraps
 from inspect import unwrap
 from pathlib import Path
@@ -28,7 +29,7 @@ from engine.configuration.help import help_text
 from engine.configuration.multirun import Jobs, sweep
 from engine.configuration.texts import as_typed
 from engine.process import plugins
-from engine.process.completion import keep
+from engine.process.completion import write_cache
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
@@ -65,34 +66,41 @@ def configured(
         @wraps(main)
         def run() -> None:
             """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
-            with errors_for_users(_how_to_go_on(schema)), ExitStack() as stack:
-                stack.callback(PRIMARY.clear)
-                stack.callback(plugins.ADDED.clear)
-                parser = get_args_parser()
-                options, words = _parsed_arguments(name, sys.argv[1:], parser)
-                if options.help:
-                    text = description or sys.modules[main.__module__].__doc__ or name
-                    print(help_text(text, name, schema, composed(name, *words)))
-                else:
-                    _run_hydra(name, started, parser, options, words)
+            arguments = sys.argv[1:]
+            parser = get_args_parser()
+            with errors_for_users(_restart_advice(schema, arguments)):
+                options, words, malformed = _parsed_arguments(arguments, parser)
+                with _configurations_of(name, options, words):
+                    if malformed:
+                        with _wrong_words_answered(name, words):
+                            raise HydraException(f"{malformed[0]}: expected key=value")
+                    if not all(map(Path.is_dir, plugins.ADDED)):
+                        raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
+                    if options.help:
+                        text = description or sys.modules[main.__module__].__doc__ or name
+                        print(help_text(text, name, schema, composed(name, *words)))
+                    else:
+                        _run_hydra(name, started, parser, options, words)
 
         return run
 
     return decorated
 
 
-def _how_to_go_on(schema: type[Keys]) -> str:
+def _restart_advice(schema: type[Keys], arguments: Sequence[str]) -> str:
     """How to go on with a command that was stopped."""
-    if "resume" not in schema.__dataclass_fields__ or not {"-m", "--multirun"}.isdisjoint(sys.argv):
+    can_resume = any(field.name == "resume" for field in fields(schema))
+    if not can_resume or not {"-m", "--multirun"}.isdisjoint(arguments):
         return "start it again"
-    has_folder = any(word.startswith("run_dir=") for word in sys.argv)
-    return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
+    if any(word.startswith("run_dir=") for word in arguments):
+        return "start it again with resume=auto"
+    return "start it again with resume=auto and run_dir=FOLDER, the one that it has named"
 
 
-def _parsed_arguments(name: str, arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str]]:
-    """Split a command's arguments into Hydra's options and key=value words, in any order. Loads plugins.
+def _parsed_arguments(arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str], list[str]]:
+    """Split arguments, in any order, into Hydra's options and words; of these, again, which are not key=value.
 
-    ValueError: an argument is neither an option nor key=value, or a plugin or folder does not exist.
+    ValueError: an option is wrong.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -100,24 +108,32 @@ def _parsed_arguments(name: str, arguments: Sequence[str], parser: ArgumentParse
 
     parser.allow_abbrev = False
     parser.error = refuse  # type: ignore[method-assign]
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options, malformed = parser.parse_known_intermixed_args(arguments)
     if options.package and not options.cfg:
-        unknown = [word for word in arguments if word not in options.overrides]
+        malformed = [word for word in arguments if word not in options.overrides]
     if options.resolve and not options.cfg:
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
     if options.experimental_rerun:
         raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")
     options.multirun |= MULTIRUN in options.overrides
-    words = [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
+    words = [word for word in arguments if word in (*options.overrides, *malformed) and word != MULTIRUN]
+    return options, words, malformed
+
+
+@contextmanager
+def _configurations_of(name: str, options: Namespace, words: Sequence[str]) -> Iterator[None]:
+    """Context in which a command's configurations are those of its plugins and of Hydra's options, too.
+
+    ValueError: a plugin cannot be loaded.
+    """
     plugins.load(words, CHOICES)
     plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
     PRIMARY[name] = options.config_name or name
-    if unknown:
-        with _wrong_words_answered(name, words):
-            raise HydraException(f"{unknown[0]}: expected key=value")
-    if not all(map(Path.is_dir, plugins.ADDED)):
-        raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
-    return options, words
+    try:
+        yield
+    finally:
+        plugins.ADDED.clear()
+        PRIMARY.clear()
 
 
 def _run_hydra(
@@ -148,7 +164,7 @@ def _run_hydra(
                 program.show_info(options.info, primary, overrides)
             elif options.shell_completion:
                 program.shell_completion(primary, overrides)
-                keep(name)
+                write_cache(name)
             elif options.multirun:
                 hydra_options = [word for word in sys.argv[1:] if word not in (*words, "-m", "--multirun", MULTIRUN)]
                 sweep(program, primary, partial(checked, name), Jobs(SCHEMAS[name], hydra_options), overrides)
@@ -162,13 +178,13 @@ def _run_hydra(
 
 
 def _call_main(name: str, main: Callable[[Any], Any], words: list[str], config: Keys) -> Any:
-    """Call a command's own function."""
+    """Call a command's own function. Errors name wrong words, or the file that ends the program."""
     try:
         return main(config)
     except ValueError as error:  # a file that does not exist, such as init.weights=last
-        named = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
-        if named and named[0].partition("=")[0] not in groups_of(SCHEMAS[name]):
-            with _wrong_words_answered(name, named):
+        wrong_words = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
+        if wrong_words and wrong_words[0].partition("=")[0] not in groups_of(SCHEMAS[name]):
+            with _wrong_words_answered(name, wrong_words):
                 raise
         raise
     except SystemExit as ended:

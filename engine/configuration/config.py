@@ -59,10 +59,10 @@ def yaml(config: Keys) -> str:
 
 def flat(values: Any, prefix: str = "") -> dict:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
-    leaves: dict = {}
+    flattened: dict = {}
     for key, value in values.items():
-        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return leaves
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flattened
 
 
 def values_but(config: Keys, mark: str) -> dict[str, object]:

@@ -3,12 +3,11 @@
 import copyreg
 import itertools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,62 +57,63 @@ class Jobs:
         """Run the job that a launcher has chosen, unless it has ended, and return its score."""
         settings = HydraConfig.get()
         job = self.job(settings.overrides.task, settings.sweep.dir, settings.job.num)
-        os.environ[distributed.JOBS_HERE] = str(settings.launcher.get("n_jobs") or 1)
-        errors = self.run([job], Console(quiet=True), distributed.world_size())
-        if errors:
-            raise JobFailed(f"{job.title}: {errors[job.title]}")
+        jobs_here = str(settings.launcher.get("n_jobs") or 1)
+        failures = self.run([job], Console(quiet=True), distributed.world_size(), jobs_here)
+        if failures:
+            raise failures[job.title]
         return self.score(job)
 
     def launch(self, overrides: Iterable[Sequence[str]], folder: str, first_number: int) -> list[JobReturn]:
         """Run jobs with these overrides, of which the first has a number in the sweep of a folder."""
         jobs = [self.job(words, folder, number) for number, words in enumerate(overrides, first_number)]
-        errors = self.run(jobs, make_console())
-        returned = []
+        failures = self.run(jobs, make_console())
+        returns = []
         for job in jobs:
-            if job.title in errors:
-                failure = JobFailed(f"{job.title}: {errors[job.title]}")
-                returned.append(JobReturn(job.words, status=JobStatus.FAILED, _return_value=failure))
-            else:
-                returned.append(JobReturn(job.words, status=JobStatus.COMPLETED, _return_value=self.score(job)))
-        return returned
+            failure = failures.get(job.title)
+            status = JobStatus.COMPLETED if failure is None else JobStatus.FAILED
+            returns.append(JobReturn(job.words, status=status, _return_value=failure or self.score(job)))
+        return returns
 
     def job(self, words: Sequence[str], folder: str | Path, number: int) -> Job:
         """The job of these words, which has this number in the sweep of a folder."""
         differing = self.differing(words)
         title = " ".join(differing)
-        words = [*self.options, *words]
         if not _has_run_dir(self.schema):
-            return Job(title, words, None)
-        name = named_after(differing, self.has_digests)
-        if self.first_trial is not None:
+            return Job(title, [*self.options, *words], None)
+        if self.first_trial is None:
+            name = named_after(differing, self.has_digests)
+        else:
             name = str(self.first_trial + number)
             title = f"trial {name}: {title}"
         run_dir = Path(folder, name)
-        return Job(title, [*words, override("run_dir", run_dir), "resume=auto"], run_dir)
+        return Job(title, [*self.options, *words, override("run_dir", run_dir), "resume=auto"], run_dir)
 
     def differing(self, words: Sequence[str]) -> list[str]:
         """The overrides that differ between jobs."""
         return [word for word in words if word.partition("=")[0] in self.swept]
 
-    def run(self, jobs: Sequence[Job], console: Console, processes: int = 1) -> dict[str, str]:
+    def run(
+        self, jobs: Sequence[Job], console: Console, process_count: int = 1, jobs_here: str = ""
+    ) -> dict[str, JobFailed]:
         """Run jobs one after the other, unless they have ended; return {title: error} of those that failed.
 
-        Preempted: see `run_jobs`.
+        `jobs_here`: see `distributed.JOBS_HERE`. Preempted: see `run_jobs`.
         """
+        variables = {distributed.JOBS_HERE: jobs_here} if jobs_here else {}
         commands = {}
         for job in jobs:
-            if job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], processes):
+            if job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], process_count):
                 console.print(f"already finished: {job.title}", soft_wrap=True)
             else:
                 commands[job.title] = [sys.executable, *self.start, *job.words]
-        return run_jobs(commands, console, ended_before=len(jobs) - len(commands))
+        errors = run_jobs(commands, console, ended_before=len(jobs) - len(commands), variables=variables)
+        return {title: JobFailed(f"{title}: {error}") for title, error in errors.items()}
 
     def score(self, job: Job) -> float | None:
         """The score that a job's run has left; None of other ranks than the first, which may be done before it."""
-        results = job.run_dir and job.run_dir / "results.json"
-        if not (results and results.is_file()):
+        if job.run_dir is None or not (job.run_dir / "results.json").is_file():
             return None
-        return json.loads(results.read_text("utf-8"))[self.schema.score]
+        return json.loads((job.run_dir / "results.json").read_text("utf-8"))[self.schema.score]
 
 
 def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
         )
     console = make_console()
     log_to(console, None)
-    overrides, settings = _parsed(program, primary, check, words)
+    overrides, settings = _parsed_sweep(program, primary, check, words)
     jobs = replace(jobs, swept=[key for key, override in overrides.items() if override.is_sweep_override()])
     is_basic = settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
     words_by_job = _words_by_job(overrides) if is_basic else [[*first_values(overrides)]]
@@ -153,12 +153,13 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     folder = Path(settings.sweep.dir)
     if not any(word.startswith("hydra.sweep.dir=") for word in words):
         folder = _default_folder(jobs, overrides, configs[0])
-    if not is_basic:
+    if is_basic:
+        names = {named_after(differing) for differing in differing_by_job}
+        jobs = replace(jobs, has_digests=len(names) < len(differing_by_job))
+    else:
         folder.mkdir(parents=True, exist_ok=True)  # for a file of its trials
         numbers = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
         jobs = replace(jobs, first_trial=1 + max(numbers, default=-1))
-    names = {named_after(differing) for differing in differing_by_job}
-    jobs = replace(jobs, has_digests=len(names) < len(differing_by_job))
     remaining_words = [word for word in words if word.partition("=")[0] not in OF_RUN_DIRECTORIES]
     _pickle_for_workers()
     try:
@@ -166,7 +167,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     finally:
         copyreg.dispatch_table.pop(DictConfig)
         if not _has_run_dir(jobs.schema):
-            _remove_traces(folder)
+            _remove_sweep_files(folder)
         elif folder.is_dir():
             compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
             console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
@@ -183,8 +184,8 @@ def _default_folder(jobs: Jobs, overrides: Mapping[str, Override], config: Keys)
     return Path("multirun", named_after([Path(jobs.program).stem, *deciding(shared, config)]))
 
 
-def _remove_traces(folder: Path) -> None:
-    """Remove what Hydra has left of a sweep whose command writes no runs."""
+def _remove_sweep_files(folder: Path) -> None:
+    """Remove Hydra's file of a sweep whose command writes no runs, and folders that are empty then."""
     (folder / "multirun.yaml").unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -192,10 +193,12 @@ def _remove_traces(folder: Path) -> None:
 
 
 def _has_run_dir(schema: type[Keys]) -> bool:
-    return "run_dir" in schema.__dataclass_fields__
+    return any(key.name == "run_dir" for key in fields(schema))
 
 
-def _parsed(program: Hydra, primary: str, check: Check, words: Sequence[str]) -> tuple[dict[str, Override], DictConfig]:
+def _parsed_sweep(
+    program: Hydra, primary: str, check: Check, words: Sequence[str]
+) -> tuple[dict[str, Override], DictConfig]:
     """{key: override} of a sweep's words and its sweeper's, without Hydra's; and the group hydra that they choose."""
     for word, next_word in itertools.pairwise(words):
         if "=" in word and "=" not in next_word:
@@ -255,16 +258,16 @@ def check_different(differing_by_job: list[list[str]], configs: list[Keys]) -> N
     for (differing, config), (other, other_config) in itertools.combinations(jobs, 2):
         if config == other_config:
             raise ValueError(f"{' '.join(differing)} and {' '.join(other)} are the same job: leave one of them out")
-    first_by_path: dict[tuple[str, str], list[str]] = {}
+    writer_by_path: dict[tuple[str, str], list[str]] = {}
     for differing, config in jobs:
         for name, value, key_field in leaves(config):
             if not (key_field.metadata.get("written") and value):
                 continue
-            first = first_by_path.setdefault((name, value), differing)
-            if first is not differing:
+            writer = writer_by_path.setdefault((name, value), differing)
+            if writer is not differing:
                 key = differing[0].partition("=")[0]
                 raise ValueError(
-                    f"{name}={value}: {' '.join(first)} would write there, and {' '.join(differing)} replace it: give "
+                    f"{name}={value}: {' '.join(writer)} would write there, and {' '.join(differing)} replace it: give "
                     f"each its own, such as '{name}=NAME-${{{key}}}'"
                 )
 
@@ -272,18 +275,18 @@ def check_different(differing_by_job: list[list[str]], configs: list[Keys]) -> N
 def _pickle_for_workers() -> None:
     """Make configurations find this repository when they are unpickled, in the process of a launcher such as submitit.
 
-    They are the first that refers to it. So each begins with `begun`, which loads the plugins, too.
+    Nothing that is unpickled before them refers to it. So each begins with a call of `start_worker`.
     """
     code = (
         f"'engine' in __import__('sys').modules or __import__('sys').path.insert(0, {str(CONFIGS.parent)!r}), "
         f"__import__('engine.process.start'), "
-        f"__import__('{__name__}', fromlist=['begun']).begun({', '.join(map(repr, plugins.words()))})"
+        f"__import__('{__name__}', fromlist=['start_worker']).start_worker({', '.join(map(repr, plugins.words()))})"
     )
     copyreg.pickle(DictConfig, lambda config: (eval, (f"({code})[-1]",), config.__getstate__()))
 
 
-def begun(*words: str) -> DictConfig:
-    """An empty configuration, to be filled, in a worker that has the plugins of these words."""
+def start_worker(*words: str) -> DictConfig:
+    """Load the plugins of these words, in a launcher's worker; return an empty configuration, to be filled."""
     plugins.load(words, CHOICES)
     _pickle_for_workers()  # for a job that is preempted and requeued
     return DictConfig.__new__(DictConfig)

@@ -1,4 +1,4 @@
-"""Shell completion from what an earlier one has kept: importing a command takes longer than its user waits."""
+"""Shell completion from a cache that an earlier one has written: importing a command takes longer than users wait."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def kept(command: str) -> Path:
+def cache_file(command: str) -> Path:
     """The file with a command's keys and choices, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "inplace-abn-segmentation" / "completion" / f"{command}.json"
 
 
-def keep(command: str) -> None:
-    """Keep what Hydra knows of a command, without types, where a cache can be written."""
-    file = kept(command)
+def write_cache(command: str) -> None:
+    """Write the configurations that Hydra has stored for a command, as plain values; nothing if no disk takes them."""
+    file = cache_file(command)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -33,6 +33,7 @@ def keep(command: str) -> None:
 
 
 def _stored(repo: Mapping, group: str = "") -> Iterator[tuple[str, object, str, str]]:
+    """(name, values, group, package) of each configuration in Hydra's store."""
     for name, node in repo.items():
         if isinstance(node, dict):
             yield from _stored(node, f"{group}/{name}".lstrip("/"))
@@ -41,13 +42,14 @@ def _stored(repo: Mapping, group: str = "") -> Iterator[tuple[str, object, str, 
 
 
 def complete() -> None:
-    """End with Hydra's answer, unless nothing is kept that is newer than every key's declaration."""
+    """Print Hydra's completions and end the process, unless the cache is older than a key's declaration, or absent."""
     command = Path(sys.argv[0]).stem
-    declared = (ROOT / "engine" / "schema").glob("*.py")
-    if not kept(command).is_file() or kept(command).stat().st_mtime < max(file.stat().st_mtime for file in declared):
+    file = cache_file(command)
+    declarations = (ROOT / "engine" / "schema").glob("*.py")
+    if not file.is_file() or file.stat().st_mtime < max(path.stat().st_mtime for path in declarations):
         return
-    for name, node, group, package in json.loads(kept(command).read_text("utf-8")):
-        ConfigStore.instance().store(name, node, group or None, package)
+    for name, values, group, package in json.loads(file.read_text("utf-8")):
+        ConfigStore.instance().store(name, values, group or None, package)
     hydra.version.setbase("1.3")
     program = Hydra.create_main_hydra2(command, create_config_search_path(str(ROOT / "configs")))
     program.shell_completion(command, [word for word in sys.argv[1:] if "=" in word])

@@ -13,17 +13,23 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.process.stopping import EXIT_CODE, SECONDS_TO_END, Preempted, hear, hear_again
+from engine.process.stopping import EXIT_CODE, SECONDS_TO_END, Preempted, handle_stop_signals, restore_handlers
 
 
 def run_jobs(
-    jobs: Mapping[str, list[str]], console: Console, *, ended_before: int = 0, folder: Path | None = None
+    jobs: Mapping[str, list[str]],
+    console: Console,
+    *,
+    ended_before: int = 0,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Run all commands {title: command} in `folder`, even if some fail; return {title: error} of those.
 
     The last lines say how many succeeded, how many had finished before this call (`ended_before`), and which failed;
-    commands print their own errors. A stop signal (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no
-    other command starts. In a job of submitit's, its handler is then called.
+    commands print their own errors. `variables`: of their environment, beside this process's. A stop signal
+    (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no other command starts. In a job of submitit's,
+    its handler is then called.
 
     Preempted: this process or a command was asked to stop.
     """
@@ -36,7 +42,7 @@ def run_jobs(
         for job in running:
             job.send_signal(number)
 
-    before = hear(stop)
+    previous_handlers = handle_stop_signals(stop)
     try:
         for number, (title, command) in enumerate(jobs.items(), start=1):
             console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
@@ -44,6 +50,7 @@ def run_jobs(
             with subprocess.Popen(
                 command,
                 cwd=folder,
+                env={**os.environ, **(variables or {})},
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
             ) as job:
                 running[:] = [job]
@@ -52,22 +59,23 @@ def run_jobs(
                 job.wait()
             running.clear()
             if stopped or job.returncode == EXIT_CODE:
-                _requeue(before, stopped)
+                _requeue_submitit_job(previous_handlers, stopped)
                 raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
             if job.returncode:
-                killed = f"killed by {signal.Signals(-job.returncode).name}" if job.returncode < 0 else None
-                failed[title] = killed or f"exit status {job.returncode}"
+                is_killed = job.returncode < 0
+                signal_name = signal.Signals(-job.returncode).name if is_killed else ""
+                failed[title] = f"killed by {signal_name}" if is_killed else f"exit status {job.returncode}"
                 console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
-        hear_again(before)
+        restore_handlers(previous_handlers)
     lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
     return failed
 
 
-def _requeue(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:
-    """Call submitit's handler of a signal that has stopped its job. It requeues the job, and ends rank 0.
+def _requeue_submitit_job(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:
+    """Call submitit's handlers of the signals that have stopped its job. They requeue the job, and end rank 0.
 
     Other ranks wait for that: the end of one would end rank 0 too early.
     """
@@ -78,8 +86,8 @@ def _requeue(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:
             time.sleep(SECONDS_TO_END)
 
 
-def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
-    """Whether this exact command, `python WORDS`, on that many processes has left results in its run directory.
+def has_ended(run_dir: Path, words: Sequence[str], process_count: int = 1) -> bool:
+    """Whether the exact command `python WORDS` has left results in its run directory, from that many processes.
 
     `words`: as typed, because the run writes them into its config.yaml that way.
     """
@@ -87,4 +95,4 @@ def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
     command = shlex.join(["python", *words])
     if not ((run_dir / "results.json").is_file() and config.is_file()):
         return False
-    return config.read_text("utf-8", "replace").startswith(f"# {command}\n# {processes} x ")
+    return config.read_text("utf-8", "replace").startswith(f"# {command}\n# {process_count} x ")

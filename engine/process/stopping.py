@@ -57,17 +57,17 @@ class StopRequest:
         self.training = False
         self.requested = False
         self.requested_s: dict[int, float] = {}  # when each signal first came
-        self.before: dict[int, Any] = {}
+        self.previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        self.before = hear(self._request)
+        self.previous_handlers = handle_stop_signals(self._request)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
-            hear(signal.SIG_IGN)
+            handle_stop_signals(signal.SIG_IGN)
         elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
-            hear_again(self.before)
+            restore_handlers(self.previous_handlers)
 
     def anywhere(self, world: World) -> bool:
         """Whether any rank was asked to stop. Every rank must call it."""
@@ -106,17 +106,17 @@ class UntilStopped:
                 yield next(items)
 
 
-def hear(handler: Any) -> dict[int, Any]:
-    """Give stop signals that are not ignored a handler; return their handlers before. (Only the main thread may.)"""
+def handle_stop_signals(handler: Any) -> dict[int, Any]:
+    """Give stop signals that are not ignored a handler; return their previous handlers. (Only the main thread may.)"""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    numbers = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
 
 
-def hear_again(before: dict[int, Any]) -> None:
-    """Give stop signals the handlers that `hear` has replaced."""
-    for number, handler in before.items():
+def restore_handlers(previous_handlers: dict[int, Any]) -> None:
+    """Give stop signals the handlers that `handle_stop_signals` has replaced."""
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
 
 
@@ -130,13 +130,13 @@ def at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, give_up)
+    previous_handler = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, in case the code catches the error and waits on
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _end_within_seconds(status: int) -> None:
@@ -146,20 +146,20 @@ def _end_within_seconds(status: int) -> None:
     system's timer calls _exit(status): a signal handler of Python's is gone while the interpreter frees its memory.
     """
     if sys.platform == "linux":
-        system = ctypes.CDLL(None)
+        libc = ctypes.CDLL(None)
         timer = ctypes.c_void_p()
-        function = ctypes.cast(system._exit, ctypes.c_void_p).value
+        function = ctypes.cast(libc._exit, ctypes.c_void_p).value
         event = struct.pack("PiiP40x", status, 0, 2, function)  # struct sigevent with SIGEV_THREAD
-        if system.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
-            system.timer_settime(timer, 0, struct.pack("4l", 0, 0, SECONDS_TO_END, 0), None)  # struct itimerspec
+        if libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
+            libc.timer_settime(timer, 0, struct.pack("4l", 0, 0, SECONDS_TO_END, 0), None)  # struct itimerspec
 
 
 @contextmanager
-def errors_for_users(again: str = "start it again") -> Iterator[None]:
+def errors_for_users(restart_advice: str = "start it again") -> Iterator[None]:
     """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
 
-    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request. Its end decides the exit
-    status: from then on the process ignores stop signals.
+    HYDRA_FULL_ERROR=1 keeps all tracebacks. `restart_advice`: how to go on after a stop on request. When the command
+    ends, its exit status is decided: from then on the process ignores stop signals.
     """
     make_printing_safe()
     status = 1
@@ -170,7 +170,7 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         try:
             yield
         finally:
-            hear(signal.SIG_IGN)
+            handle_stop_signals(signal.SIG_IGN)
             _IN_COMMAND.reset(in_command)
         status = 0
     except SystemExit as ended:  # of a command: its status, or a message
@@ -180,7 +180,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         sys.exit("interrupted")
     except Preempted as stopped:
         status = EXIT_CODE
-        logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
+        level = logging.INFO if logger.handlers else logging.WARNING
+        logger.log(level, f"{stopped}; exit status {EXIT_CODE}: {restart_advice}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
@@ -195,7 +196,7 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             raise
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file:
-            _for_torchrun(Path(file), message)
+            _write_for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
                 sys.exit(1)  # torchrun prints the file
         sys.exit(message)
@@ -219,7 +220,7 @@ def _message_for_users(error: Exception) -> str | None:
     return message
 
 
-def _for_torchrun(file: Path, message: str) -> None:
+def _write_for_torchrun(file: Path, message: str) -> None:
     """Write a process's error where torchrun reads it, in place of the traceback of `record`.
 
     Of several processes with the same error one has the message, and the earliest time: torchrun prints it last.

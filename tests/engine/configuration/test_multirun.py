@@ -23,7 +23,7 @@ def swept(monkeypatch, tmp_path):
     monkeypatch.setattr(BasicSweeper, "validate_batch_is_legal", lambda *_: None)  # composes every job again
     started, fails = {}, False
 
-    def run(jobs: dict[str, list[str]], console: object, *, ended_before: int) -> dict[str, str]:
+    def run(jobs: dict[str, list[str]], console: object, *, ended_before: int, variables: object) -> dict[str, str]:
         print(f"ended before: {ended_before}")
         started.update(jobs)
         for command in jobs.values():

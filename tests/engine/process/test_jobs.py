@@ -22,9 +22,10 @@ def test_all_jobs_run_and_each_failure_is_a_line(capfd):
         "wrong": python("import sys; sys.exit('error: what is wrong')"),
         "killed": python("import os; os.kill(os.getpid(), 9)"),
         "silent": python("import sys; sys.exit(3)"),
-        "last": python("print('the end')"),
+        "last": python("import os; print(os.environ['JOB'], 'end')"),
     }
-    assert len(run_jobs(commands, make_console(), ended_before=5)) == 3
+    assert len(run_jobs(commands, make_console(), ended_before=5, variables={"JOB": "the"})) == 3
+    assert "JOB" not in os.environ
     printed = capfd.readouterr()
     *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 3 failed\n")
     assert summary.splitlines() == [
