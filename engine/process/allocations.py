@@ -44,12 +44,12 @@ def is_out_of_memory(error: Exception) -> bool:
     If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.
     """
     text = str(error).lower()
-    is_said = any(message in text for message in _MEMORY_MESSAGES + _CUDNN_MESSAGES)
-    return is_said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    has_message = any(message in text for message in _MEMORY_MESSAGES + _CUDNN_MESSAGES)
+    return has_message or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def cause_of(error: Exception) -> str:
-    """For messages: what an error may mean that `is_out_of_memory`. cuDNN has one message for two causes."""
+    """For messages: the cause of an error that `is_out_of_memory`. cuDNN has one message for two causes."""
     text = str(error).strip()
     if not any(message in text.lower() for message in _CUDNN_MESSAGES):
         return "out of memory"

@@ -36,7 +36,7 @@ LOG_SECONDS = 30.0
 _SPEED_SECONDS = 300.0  # a bar's time left is estimated from its last minutes; a step may take one
 
 
-class _Forgiving(FileIO):
+class _ForgivingFile(FileIO):
     """A terminal, pipe or file for messages. Write errors are ignored: losing the terminal must not end a run."""
 
     def write(self, data: Any) -> int:
@@ -53,8 +53,8 @@ def make_printing_safe() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _Forgiving):
-            file = BufferedWriter(_Forgiving(stream.fileno(), "w", closefd=False))
+        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _ForgivingFile):
+            file = BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
             setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
@@ -76,9 +76,9 @@ class _LogFile(WatchedFileHandler):
     """Appends to a file, or to a new one if that was removed. Its errors, such as of a full disk, end nothing."""
 
     def _open(self) -> Any:
-        is_lost = hasattr(self, "stream")
+        was_removed = hasattr(self, "stream")
         file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=untouched)
-        if is_lost:
+        if was_removed:
             file.write("earlier lines are lost: this file was removed or replaced while the run used it\n")
         return file
 
@@ -109,25 +109,25 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
 
-    def add(handler: logging.Handler, level: int, form: str | None = None, date: str | None = None) -> None:
+    def add_handler(handler: logging.Handler, level: int, form: str | None = None, date: str | None = None) -> None:
         handler.setLevel(level)
         handler.setFormatter(_Formatter(form, date))
         logger.addHandler(handler)
 
     if rank > 0:
-        add(logging.StreamHandler(), logging.WARNING, f"rank {rank}: %(message)s")
+        add_handler(logging.StreamHandler(), logging.WARNING, f"rank {rank}: %(message)s")
         return
     if console.is_terminal:
         handler = RichHandler(
             console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
         )
-        add(handler, logging.INFO)
+        add_handler(handler, logging.INFO)
     else:  # a RichHandler would wrap lines
-        add(logging.StreamHandler(console.file), logging.INFO, "%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        add_handler(logging.StreamHandler(console.file), logging.INFO, "%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
-        add(_LogFile(file), logging.DEBUG, "%(asctime)s %(message)s")
+        add_handler(_LogFile(file), logging.DEBUG, "%(asctime)s %(message)s")
 
 
 class _CutText(TextColumn):
@@ -168,28 +168,30 @@ def tracked(progress: Progress, items: Any, description: str, kind: str = "image
     first_s = time.perf_counter()
     due_s = first_s + SLOW_SECONDS
     try:
-        for done, item in enumerate(items, start=1):
+        for done_count, item in enumerate(items, start=1):
             yield item
             progress.update(task, advance=1)
             now_s = time.perf_counter()
-            first_s = now_s if done == 1 else first_s
-            if progress.disable and now_s > due_s and done < len(items):
-                left = time_left(len(items) - done, now_s - first_s, done - 1)
-                logger.info(f"{description}: {done:,} of {len(items):,} {kind}{left}")
-            if done == 1 or now_s > due_s:
+            if done_count == 1:
+                first_s = now_s
+            if progress.disable and now_s > due_s and done_count < len(items):
+                left = time_left(len(items) - done_count, now_s - first_s, done_count - 1)
+                logger.info(f"{description}: {done_count:,} of {len(items):,} {kind}{left}")
+            if done_count == 1 or now_s > due_s:
                 due_s = now_s + LOG_SECONDS
     finally:
         progress.remove_task(task)
 
 
-def speed_of(images: int, since_s: float) -> str:
-    """For the log: the speed of `images` that began at `since_s`, when the first ones had been started."""
-    return f"{images:,} images after the first ones: {images / (time.perf_counter() - since_s):,.1f} images / s"
+def speed_of(image_count: int, since_s: float) -> str:
+    """For the log: the speed of images that began at `since_s`, when the first ones had been started."""
+    speed = image_count / (time.perf_counter() - since_s)
+    return f"{image_count:,} images after the first ones: {speed:,.1f} images / s"
 
 
-def time_left(items: int, seconds: float, done: int) -> str:
-    """For the log: ", 1:23:45 left" for so many `items`, if `done` took `seconds`; nothing if none are done."""
-    return f", {timedelta(seconds=round(items * seconds / done))} left" if done else ""
+def time_left(waiting_count: int, seconds: float, done_count: int) -> str:
+    """For the log: ", 1:23:45 left" for the waiting items, if those done took `seconds`; "" if none are done."""
+    return f", {timedelta(seconds=round(waiting_count * seconds / done_count))} left" if done_count else ""
 
 
 @contextmanager

@@ -81,10 +81,10 @@ class World:
             yield True
             return
         # Its connections make the others fail at once if rank 0 dies.
-        patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        patient_group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         yield self.first
-        dist.barrier(patient)
-        dist.destroy_process_group(patient)
+        dist.barrier(patient_group)
+        dist.destroy_process_group(patient_group)
 
     def share_parameters(self, network: nn.Module) -> None:
         """Copy rank 0's parameters to all ranks, as DDP does: other machines may round random weights differently."""
@@ -97,9 +97,9 @@ class World:
         if self.size == 1 or not buffers:
             return
         # float64 represents float32 statistics and counts exactly, so one broadcast is enough.
-        together = torch.cat([buffer.flatten().double() for buffer in buffers])
-        dist.broadcast(together, src=0)
-        for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
+        all_values = torch.cat([buffer.flatten().double() for buffer in buffers])
+        dist.broadcast(all_values, src=0)
+        for buffer, values in zip(buffers, all_values.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
 
@@ -109,25 +109,24 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
     `fixed_buckets`: gradients are summed in the same order in all steps. Otherwise DDP rebuilds its buckets after the
     first step; over three or more ranks, a resumed run would then round differently. (A sum of two has one order.)
     """
-    # PyTorch 2.13 renamed broadcast_buffers.
-    named = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
-    no_exchange: dict[str, Any] = {named or "broadcast_buffers": False}
-    kept_order = fixed_buckets and dist.get_world_size() > 2
-    if kept_order:  # find_unused_parameters keeps DDP's buckets, and would warn that no parameter is unused
+    is_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters  # since PyTorch 2.13
+    no_exchange: dict[str, Any] = {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
+    keeps_buckets = fixed_buckets and dist.get_world_size() > 2
+    if keeps_buckets:  # find_unused_parameters keeps DDP's buckets, and would warn that no parameter is unused
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified in DDP constructor")
     return DistributedDataParallel(
         network,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=kept_order,
+        find_unused_parameters=keeps_buckets,
         **no_exchange,
     )
 
 
 def launcher() -> str:
-    """What started several processes for this run, torchrun or submitit, or nothing.
+    """What started several processes for this run, "torchrun" or "submitit"; "" if nothing did.
 
-    submitit's tasks get the variables that torchrun sets, such as RANK and MASTER_ADDR.
+    As a side effect, submitit's tasks get the variables that torchrun sets, such as RANK and MASTER_ADDR.
     """
     if dist.is_available() and dist.is_torchelastic_launched():
         return "torchrun"
@@ -154,11 +153,13 @@ def cores_per_rank() -> int:
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())
         cores = min(cores, -(-time_us // period_us))
     jobs = int(os.environ.get(JOBS_HERE, 1))
-    return max(1, cores // (ranks * (jobs if jobs > 0 else max(1, cores + 1 + jobs))))
+    if jobs <= 0:
+        jobs = max(1, cores + 1 + jobs)
+    return max(1, cores // (ranks * jobs))
 
 
 def world_size() -> int:
-    """Number of processes of this run. ValueError: another launcher than torchrun or submitit has started several."""
+    """How many processes this run has. ValueError: another launcher than torchrun or submitit has started several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     if launched():
@@ -188,13 +189,14 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             machine.
         ConnectionError: another process ended, or did not respond within the timeout.
     """
-    own_device = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0
+    own_device = device_of(device, local_rank, f"{keys}device")
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     world_size()  # checks the environment
-    started = launched() and not dist.is_initialized()
+    is_first_group = launched() and not dist.is_initialized()
     try:
-        if started:
+        if is_first_group:
             # Gloo beside NCCL: flags and objects in CPU memory need not wait for the device.
             backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
@@ -218,13 +220,13 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
             f"them again" + (" with resume=auto" if keys else "")
         ) from error
-    if started:  # not after an error: other processes may be gone; the rest notice that this one ends
+    if is_first_group:  # not after an error: other processes may be gone; the rest notice that this one ends
         dist.destroy_process_group()
 
 
 @cache
 def warn_of_driver() -> None:
-    """A warning, once, where there is a driver for CUDA devices, and a PyTorch for them finds none."""
+    """Warn, once, if a PyTorch for CUDA finds no device although there is a driver."""
     if torch.version.cuda is not None and DRIVER.is_file():
         driver = (re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text()) or ["of an unknown version"])[0]
         logger.warning(
@@ -235,18 +237,19 @@ def warn_of_driver() -> None:
 
 def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
     """The device of a process from "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
+    if name == "cpu":
+        return torch.device("cpu")
     if name == "auto" and not torch.cuda.is_available():
         warn_of_driver()
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not devices:
+    device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not device_count:
         raise ValueError(f"{key}={name}, but PyTorch sees no CUDA device: give {key}=cpu, or check the driver")
-    if local_rank >= devices:
-        starter = launcher() or "torchrun"
-        option = "hydra.launcher.tasks_per_node=" if starter == "submitit" else "--nproc-per-node "
+    if local_rank >= device_count:
+        launcher_name = launcher() or "torchrun"
+        option = "hydra.launcher.tasks_per_node=" if launcher_name == "submitit" else "--nproc-per-node "
         raise ValueError(
-            f"{starter} started more processes on this machine than it has CUDA devices ({devices}): give "
-            f"{option}{devices}, or {key}=cpu"
+            f"{launcher_name} started more processes on this machine than it has CUDA devices ({device_count}): give "
+            f"{option}{device_count}, or {key}=cpu"
         )
     return torch.device("cuda", local_rank)

@@ -80,9 +80,7 @@ def writable_file(key: str, file: Path, *sources: Path, kind: str | None = None)
     an empty one.
     """
     if os.path.lexists(file):
-        is_source = file.exists() and any(source.exists() and file.samefile(source) for source in sources)
-        obstacle = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
-        obstacle = obstacle if file.exists() else "a link that leads nowhere"
+        obstacle = _obstacle(file, sources)
         if obstacle:
             raise ValueError(f"{key}={file} is {obstacle}: give another file")
         if file.stat().st_size and not (kind and is_ours(file, kind)):
@@ -90,6 +88,17 @@ def writable_file(key: str, file: Path, *sources: Path, kind: str | None = None)
                 f"{key}={file} was not written by this command, and would be lost: give another file, or remove it"
             )
     writable_folder(key, file.parent)
+
+
+def _obstacle(path: Path, sources: Iterable[Path]) -> str:
+    """What is at a path, if no command may replace it; "" if it is a file."""
+    if not path.exists():
+        return "a link that leads nowhere"
+    if path.is_dir():
+        return "a folder"
+    if any(source.exists() and path.samefile(source) for source in sources):
+        return "the input"
+    return "" if path.is_file() else "a device"
 
 
 def is_ours(file: Path, kind: str) -> bool:
@@ -103,7 +112,7 @@ def is_ours(file: Path, kind: str) -> bool:
 def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
     """Make a folder for files, and add their names to its list before the first is written. Ranks may do so at once.
 
-    ValueError, naming `key`: it is not writable, or holds some of them although they are not in its list.
+    ValueError, naming `key`: the folder is not writable, or holds some of the files although its list does not.
     """
     existing_names = [name for name in names if os.path.lexists(folder / name)]
     file = folder / LIST
@@ -111,9 +120,10 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
     listed_names = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
     foreign = [name for name in existing_names if name not in listed_names]
     if foreign:
+        others = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         raise ValueError(
-            f"{key}={folder} holds {foreign[0]}{f' and {len(foreign) - 1} others' if foreign[1:] else ''}, which would "
-            f"be replaced: no {LIST} says that a command wrote them. Give another folder, or remove them"
+            f"{key}={folder} holds {foreign[0]}{others}, which would be replaced: no {LIST} says that a command wrote "
+            f"them. Give another folder, or remove them"
         )
     if not listed_names.issuperset(names):
         content = {"about": _ABOUT, "files": sorted(listed_names.union(names))}
@@ -123,11 +133,11 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
 
 def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
     """Raise ValueError, naming `key`, if a folder is or lies in one of a dataset's image folders, `images`."""
-    for place in images:
-        if place.resolve() in (folder.resolve(), *folder.resolve().parents):
+    for image_folder in images:
+        if image_folder.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise ValueError(
-                f"{key}={folder} lies in {place}, the images of a dataset, to which pictures would be added: give a "
-                f"folder outside of it"
+                f"{key}={folder} lies in {image_folder}, the images of a dataset, to which pictures would be added: "
+                f"give a folder outside of it"
             )
 
 
@@ -146,7 +156,7 @@ def short_name(name: str, suffix: str = ".png") -> str:
 
 
 def untouched(name: str, flags: int) -> int:
-    """An opener for what others may have put there: links are not followed, pipes not waited for, files not emptied."""
+    """An opener for files that others may have put there: follows no links, waits for no pipes, empties no files."""
     return os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
@@ -228,9 +238,10 @@ def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False
     encoded = BytesIO()
     figure.savefig(encoded, dpi=dpi)
     if few_colours:
-        palette = Image.open(encoded).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        rgb = Image.open(encoded).convert("RGB")
         encoded = BytesIO()
-        palette.save(encoded, "PNG", optimize=True)
+        indexed = rgb.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        indexed.save(encoded, "PNG", optimize=True)
     write_file(path, encoded.getvalue())
 
 

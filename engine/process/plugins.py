@@ -63,21 +63,21 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
     file = _file_of(place)
     if name in LOADED:
         return
-    if file is not None and not is_trusted:
-        shared_path = _shared(file, _configs_of(file))
-        if shared_path:
-            raise ValueError(
-                f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
-                f"(chown; chmod go-w), or give {TRUST}"
-            )
+    shared_path = None if file is None or is_trusted else _shared_path(file, _configs_of(file))
+    if shared_path is not None:
+        raise ValueError(
+            f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
+            f"(chown; chmod go-w), or give {TRUST}"
+        )
     modules_before = _modules(choices)
     threads_before = threading.active_count()
     try:
-        module = _imported(name, file)
+        module = _import_from(file, name)
     except (Exception, SystemExit) as error:  # a module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            folders = f"in {Path.cwd()}, nor where Python looks"
-            raise ValueError(f"there is no {name}.py or package {name} {folders}; give its path") from error
+            raise ValueError(
+                f"there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give its path"
+            ) from error
         message = f"{type(error).__name__}: {error}{hidden_library(error)}"
         raise ValueError(f"it cannot be imported: {message}") from error
     plugin = _plugin_of(module, name)
@@ -98,7 +98,7 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
 
 
 def _plugin_of(module: ModuleType, name: str) -> Plugin:
-    """The files of an imported plugin. ValueError: it is none of the user's own."""
+    """The files of an imported plugin. ValueError: it is no module of the user's own."""
     if getattr(module, "__file__", None) is None:
         raise ValueError(f"{name} is no file of Python code: expected a module of your own")
     file = Path(module.__file__ or "").resolve()
@@ -106,16 +106,18 @@ def _plugin_of(module: ModuleType, name: str) -> Plugin:
     return Plugin((file, *sorted(package_files - {file})), _configs_of(file))
 
 
-def _imported(name: str, file: Path | None) -> ModuleType:
-    """Import a plugin. Its folder goes to the end of `sys.path`, so that it hides no module of ours.
+def _import_from(file: Path | None, name: str) -> ModuleType:
+    """Import a plugin, from `file` if that is known.
 
-    A folder that others can write to does not: the plugin's file alone is run, and no __pycache__ of theirs.
+    Its folder goes to the end of `sys.path`, so that it hides no module of ours. A folder that others can write to does
+    not: the plugin's file alone is run, and no __pycache__ of theirs.
     """
     if file is None:
         return importlib.import_module(name)
     folder = file.parents[name.count(".") + _is_package(file)]
     if not is_shared(folder):
-        sys.path.extend([str(folder)] if str(folder) not in sys.path else [])
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     elif "." not in name and find_spec(name) is None:
         sys.modules[name] = module = ModuleType(name)
         module.__file__ = str(file)
@@ -132,25 +134,28 @@ def _imported(name: str, file: Path | None) -> ModuleType:
 def is_shared(path: Path, may_add: bool = False) -> bool:
     """Whether a user other than this one and root owns a file or folder, or can write to it.
 
-    `may_add`: a folder like /tmp, where others may add files but not replace this user's, is not.
+    `may_add`: others may write to a folder like /tmp, where they can add files but not replace this user's.
     """
     status = path.stat()
     mode = status.st_mode
-    is_writable = mode & stat.S_IWOTH or mode & stat.S_IWGRP and not _is_private(status.st_gid)
-    return status.st_uid not in (0, os.getuid()) or bool(is_writable) and not (may_add and mode & stat.S_ISVTX)
+    if status.st_uid not in (0, os.getuid()):
+        return True
+    if may_add and mode & stat.S_ISVTX:
+        return False
+    return bool(mode & stat.S_IWOTH or mode & stat.S_IWGRP and not _is_private(status.st_gid))
 
 
-def _is_private(group: int) -> bool:
+def _is_private(group_id: int) -> bool:
     """Whether a group is the one that most systems make for this user alone."""
     with suppress(KeyError):
         user_name = pwd.getpwuid(os.getuid()).pw_name
-        record = grp.getgrgid(group)
+        record = grp.getgrgid(group_id)
         return record.gr_name == user_name and {*record.gr_mem} <= {user_name}
     return False
 
 
-def _shared(file: Path, configs: Path | None) -> Path | None:
-    """What other users could change of a plugin: its file or package, the folder that holds it, or its YAML files."""
+def _shared_path(file: Path, configs: Path | None) -> Path | None:
+    """A path of a plugin that other users could change: its file or package, their folder, or a YAML file."""
     top = file.parent if _is_package(file) else file
     if is_shared(top.parent, may_add=True):
         return top.parent
@@ -164,8 +169,9 @@ def _is_package(file: Path) -> bool:
 
 def _configs_of(file: Path) -> Path | None:
     """The folder of a plugin's YAML files, if it has one; never ours."""
-    folders = [file.parent / "configs", *([file.parent.parent / "configs"] if _is_package(file) else [])]
-    return next((folder for folder in folders if folder.is_dir() and folder.resolve().parent != _REPOSITORY), None)
+    parents = [file.parent, file.parent.parent] if _is_package(file) else [file.parent]
+    candidates = (parent / "configs" for parent in parents)
+    return next((folder for folder in candidates if folder.is_dir() and folder.resolve().parent != _REPOSITORY), None)
 
 
 def _file_of(place: str) -> Path | None:
@@ -216,7 +222,7 @@ def words() -> list[str]:
     """The word that loads the same plugins in a process with another current folder; none without plugins."""
     files = {name: plugin.files[0] for name, plugin in LOADED.items()}
     places = [name if "." in name else str(file.parent if _is_package(file) else file) for name, file in files.items()]
-    trust = [TRUST] if any(_shared(plugin.files[0], plugin.configs) for plugin in LOADED.values()) else []
+    trust = [TRUST] if any(_shared_path(plugin.files[0], plugin.configs) for plugin in LOADED.values()) else []
     return [f"{KEY}=[{','.join(places)}]", *trust] if places else []
 
 

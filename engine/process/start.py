@@ -29,8 +29,8 @@ def _print_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-def _open_closed() -> None:
-    """Open closed descriptors of stdin, stdout and stderr: files would get their numbers, and then what is printed."""
+def _open_standard_streams() -> None:
+    """Open stdin, stdout and stderr if they are closed: files would get their numbers, and then what is printed."""
     number = os.open(os.devnull, os.O_RDWR)
     while number <= 2:
         os.set_inheritable(number, True)
@@ -62,12 +62,17 @@ def compiler_cache() -> Path:
             if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
                 return folder
     folder = Path(tempfile.mkdtemp(prefix="compiled-"))
-    process = os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    process_id = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process_id:  # not in a fork
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 
-_open_closed()
+_open_standard_streams()
 if not {"--shell-completion", "-sc"}.isdisjoint(sys.argv):
     from engine.process.completion import complete  # without torch
 

@@ -24,10 +24,10 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
             }
             started = copied, stream.record_event()
         if previous is not None:
-            yield _arrived(*previous)
+            yield _synchronised(*previous)
         previous = started
     if previous is not None:
-        yield _arrived(*previous)
+        yield _synchronised(*previous)
 
 
 @cache
@@ -36,7 +36,8 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _arrived(minibatch: dict, end_of_copy: torch.cuda.Event) -> dict:
+def _synchronised(minibatch: dict, end_of_copy: torch.cuda.Event) -> dict:
+    """A copied minibatch, for use on the current stream, which waits for the end of the copy."""
     current = torch.cuda.current_stream()
     current.wait_event(end_of_copy)
     for value in minibatch.values():
