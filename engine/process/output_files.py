@@ -120,10 +120,10 @@ def claim_folder(key: str, folder: Path, names: Collection[str]) -> Path:
     listed_names = {*json.loads(file.read_text())["files"]} if file.is_file() else set()
     foreign = [name for name in existing_names if name not in listed_names]
     if foreign:
-        others = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
+        remaining = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         raise ValueError(
-            f"{key}={folder} holds {foreign[0]}{others}, which would be replaced: no {LIST} says that a command wrote "
-            f"them. Give another folder, or remove them"
+            f"{key}={folder} holds {foreign[0]}{remaining}, which would be replaced: no {LIST} says that a command "
+            f"wrote them. Give another folder, or remove them"
         )
     if not listed_names.issuperset(names):
         content = {"about": _ABOUT, "files": sorted(listed_names.union(names))}
