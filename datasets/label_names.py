@@ -71,10 +71,12 @@ class LabelNames(NamedTuple):
         labels = set[Path]()
         for path, name in names.items():
             for above in path.parents:
-                if above.name in ("labels", "masks", self.folder):
-                    image = composed(str((above.parent / self.image_folder / path.relative_to(above)).with_suffix("")))
-                    if ({image, image.removesuffix(self.suffix)} - {name}) & all_names:
-                        labels.add(path)
+                if above.name not in ("labels", "masks", self.folder):
+                    continue
+                image_path = above.parent / self.image_folder / path.relative_to(above)
+                image = composed(str(image_path.with_suffix("")))
+                if ({image, image.removesuffix(self.suffix)} - {name}) & all_names:
+                    labels.add(path)
         return labels
 
     def advice(self, above: Path, images: Mapping[str, Path]) -> str | None:

@@ -208,7 +208,8 @@ def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
             bits = tags.get(BITS, (16 if "I" in opened.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
             values = np.asarray(image).astype(np.uint16) << (16 - bits)
-            values = 65_535 - values if tags.get(INTERPRETATION) == 0 else values
+            if tags.get(INTERPRETATION) == 0:
+                values = 65_535 - values
             gray = values if is_deep and bits == 16 else (values >> 8).astype(np.uint8)
             return np.repeat(gray[..., None], COLOURS, axis=2)
         if image.mode in ("I", "F"):

@@ -46,11 +46,11 @@ class Problem(NamedTuple):
 class Inspection:
     """The result of `inspect`.
 
-    `problems` are in the order of the files. Over all readable labels, `values` counts the
-    pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
-    class); `conflict`: the first label with another palette, if palettes are compared. `digests`: `digest` of each
-    image file. `used`: of images that were decoded. `sizes`: (width, height, images) for each size of
-    images with labels of pixels. `remarks`: sentences on palettes, and on pages and channels that are not read.
+    `problems` are in the order of the files. Over all readable labels, `values` counts the pixels of each raw value,
+    `holding` the labels that hold each train id (in a classification, the images of each class); `conflict`: the first
+    label with another palette, if palettes are compared. `digests`: `digest` of each image file. `used`: the `Use` of
+    each image that was decoded. `sizes`: (width, height, images) for each size of images with labels of pixels.
+    `remarks`: sentences on palettes, and on pages and channels that are not read.
     """
 
     dataset: Split
@@ -177,10 +177,9 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
     Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
-    files; other images only with `decode`, else they are read, and only some decoded. PNG files
-    have checksums, so any damage is found. JPEG files have none: decoders fill damaged parts with other pixels, so only
-    a damaged header or a missing end is found.
-    `workers`: see `map_in_order`.
+    files; other images only with `decode`, else they are read, and only some decoded. PNG files have checksums, so any
+    damage is found. JPEG files have none: decoders fill damaged parts with other pixels, so only a damaged header or a
+    missing end is found. `workers`: see `map_in_order`.
     """
     problems = list[Problem]()
     digests = list[int]()
