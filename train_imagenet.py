@@ -15,7 +15,7 @@ from engine import assemble
 from engine.configuration.command_line import command_line, configured
 from engine.schema.classification import ClassificationRun
 from engine.training import loop, planner, resumption
-from engine.training.preparation import opened
+from engine.training.preparation import open_run
 from engine.training.validation import classify_in_run
 
 
@@ -26,8 +26,8 @@ def train(
 
     See `train_seg.train`.
     """
-    config, eager_because = planner.fitted(config)
-    with opened(config, command, assemble.classified_splits, watch) as run:
+    config, eager_because = planner.fit_to_budget(config)
+    with open_run(config, command, assemble.classified_splits, watch) as run:
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
         val_minibatches = assemble.evaluation_minibatches(
             config.data,

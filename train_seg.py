@@ -17,7 +17,7 @@ from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
 from engine.training import loop, planner, resumption
-from engine.training.preparation import opened
+from engine.training.preparation import open_run
 from engine.training.validation import segment_in_run
 
 
@@ -42,8 +42,8 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: a signal such as SIGTERM stopped the run; it can be resumed.
     """
-    config, eager_because = planner.fitted(config)
-    with opened(config, command, assemble.labelled_splits, watch) as run:
+    config, eager_because = planner.fit_to_budget(config)
+    with open_run(config, command, assemble.labelled_splits, watch) as run:
         world = run.world
         steps = run.schedule.total_steps
         run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)

@@ -63,7 +63,7 @@ def planned(experiment: str) -> Iterator[dict]:
     tiled = papers.configured_as(experiment)
     config = in_full(tiled)
     devices = papers.devices_of(experiment)
-    share = planner.share_of(tiled, devices)
+    share = planner.crops_per_device(tiled, devices)
     size = tiled.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
@@ -102,7 +102,7 @@ def work(experiment: str) -> Iterator[dict]:
     """Steps of a training, and floating-point operations of each on one device."""
     config = papers.configured_as(experiment)
     devices = papers.devices_of(experiment)
-    share = planner.share_of(config, devices)
+    share = planner.crops_per_device(config, devices)
     with planner.FakeTensors():
         learner, loss, minibatch, _ = planner.fake_step(config, share, config.data.crop_size)
         operations = operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward())

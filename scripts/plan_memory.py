@@ -40,12 +40,12 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     console = make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
-    share = planner.share_of(config, devices)
+    share = planner.crops_per_device(config, devices)
     budget = config.memory.available(devices)
     step = config
     fitting: dict[str, TrainingRun] = {}
     if budget is not None and config.trainer.recompute == "budget":
-        memory, _, remark = planner.within_budget(config, devices)
+        memory, _, remark = planner.memory_within_budget(config, devices)
         step = replace(config, memory=memory)
         console.print(f"trainer.recompute=budget: {remark}.")
     trace = planner.step_memory(step, share, config.data.crop_size, devices)
@@ -64,7 +64,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     if config.memory.fit is not None:
         fitting = fitting_configs(config, devices, console)
         paper = FITS[config.memory.fit].replace("_", " ")
-        limit = max(planner.all_images(config_of_norm, devices) for config_of_norm in fitting.values())
+        limit = max(planner.limit_of_images(config_of_norm, devices) for config_of_norm in fitting.values())
         console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {on_devices}{limit}:")
         console.print(fit_table(fitting, devices))
     if config.trainer.precision != "float32":
@@ -100,7 +100,7 @@ def fit_table(fitting: dict[str, TrainingRun], devices: int) -> Table:
     pixels = [config.data.crops_per_minibatch * config.data.crop_size**2 for config in fitting.values()]
     for (norm, config), pixel_count in zip(fitting.items(), pixels, strict=True):
         data = config.data
-        share = planner.share_of(config, devices)
+        share = planner.crops_per_device(config, devices)
         memory = size_text(planner.needed_bytes(config, share, data.crop_size, devices))
         crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
         table.add_row(norm, *crops, memory, f"{pixel_count / pixels[0] - 1:+.0%}")

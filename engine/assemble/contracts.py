@@ -62,13 +62,17 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
     `extra`: further arguments that this call gives.
     ValueError, naming the choice: it cannot be imported, or does not take these arguments.
     """
-    contract, kind, keys = CONTRACTS[group], type(choice), own_keys(group, choice)
+    contract = CONTRACTS[group]
+    kind = type(choice)
+    keys = own_keys(group, choice)
     factory = _factory(group, kind)
     parameters = signature(factory).parameters
     requested = {name for name in contract.on_request if name in parameters and name not in keys}
-    unwanted = {*contract.on_request} - requested | {name for name in contract.optional if not takes(factory, name)}
+    not_taken = {name for name in contract.optional if not takes_argument(factory, name)}
+    unwanted = {*contract.on_request} - requested | not_taken
     names = [name for name in contract.bases[0].called_with if name not in unwanted]
-    first, named = names[:1], [*names[1:], *keys, *extra, *requested]
+    first = names[:1]
+    named = [*names[1:], *keys, *extra, *requested]
     try:
         signature(factory).bind(*first, **dict.fromkeys(named))
     except TypeError as error:
@@ -78,11 +82,11 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
         if isinstance(factory, type) and not hasattr(factory, method):
             raise ValueError(f"{_choice_text(group, kind)}, which has no {method}(): expected {contract.gives}")
 
-    def make(*positional: Any, **arguments: Any) -> Any:
+    def build(*positional: Any, **arguments: Any) -> Any:
         wanted = {name: value for name, value in arguments.items() if name not in unwanted}
         return factory(*positional, **{**keys, **wanted})
 
-    return make
+    return build
 
 
 def check_choices(config: TrainingRun) -> None:
@@ -96,7 +100,7 @@ def check_choices(config: TrainingRun) -> None:
 
 
 def batch_problem(config: TrainingRun) -> str | None:
-    """Why a run is not captured in CUDA graphs whose loss asks for each micro-batch; None if it does not ask."""
+    """Why CUDA graphs do not fit the loss of a run: it asks for each micro-batch. None if it does not."""
     if not isinstance(config, SegmentationRun):
         return None
     forward = getattr(imported("loss", type(config.loss)), "forward", None)
@@ -107,7 +111,7 @@ def batch_problem(config: TrainingRun) -> str | None:
 
 @contextmanager
 def parts_named(config: TrainingRun) -> Iterator[None]:
-    """Context whose errors name the choice of one's own that raised them, or that they are about, if they do not."""
+    """Context that puts GROUP=NAME before an error that comes from the user's own choice, or is about it."""
     try:
         yield
     except (MemoryError, FloatingPointError, ConnectionError):
@@ -125,23 +129,29 @@ def _part_behind(error: Exception, config: TrainingRun) -> str | None:
 
     If there is neither, the one whose module has the innermost code: a function may make a class.
     """
-    parts = {}
+    names = _names_of_own_choices(config)
+    frames = _frames(error)
+    for frame in frames:
+        for factory, name in names.items():
+            if _is_frame_of(factory, frame):
+                return name
+    for factory, name in names.items():
+        if re.match(rf"(the head's )?{factory.__name__}\b", str(error)):
+            return name
+    names_by_module = {factory.__module__: name for factory, name in names.items()}
+    modules = (frame.f_globals.get("__name__") for frame in frames)
+    return next((names_by_module[module] for module in modules if module in names_by_module), None)
+
+
+def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
+    """GROUP=NAME of each choice whose class or function is not ours, by that class or function."""
+    names = {}
     for group in CONTRACTS.keys() & groups_of(type(config)).keys():
         for _, choice in chosen(group, getattr(config, group)):
             factory = _factory(group, type(choice))
             if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS):
-                parts[factory] = f"{group}={choice.name}"
-    frames = _frames(error)
-    for frame in frames:
-        for factory, name in parts.items():
-            if _runs(frame, factory):
-                return name
-    for factory, name in parts.items():
-        if re.match(rf"(the head's )?{factory.__name__}\b", str(error)):
-            return name
-    names_by_module = {factory.__module__: name for factory, name in parts.items()}
-    modules = (frame.f_globals.get("__name__") for frame in frames)
-    return next((names_by_module[module] for module in modules if module in names_by_module), None)
+                names[factory] = f"{group}={choice.name}"
+    return names
 
 
 def _frames(error: BaseException) -> list[FrameType]:
@@ -150,7 +160,7 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [*causes, *reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])]
 
 
-def _runs(frame: FrameType, factory: Any) -> bool:
+def _is_frame_of(factory: Any, frame: FrameType) -> bool:
     """Whether a frame runs a function, or a method of a class."""
     if isinstance(factory, type):
         return isinstance(frame.f_locals.get("self"), factory)
@@ -188,7 +198,7 @@ def own_keys(group: str, choice: Keys) -> dict[str, Any]:
     return arguments | getattr(choice, "more", dict)()  # which may also replace values
 
 
-def takes(factory: Callable[..., Any], name: str) -> bool:
+def takes_argument(factory: Callable[..., Any], name: str) -> bool:
     """Whether a function or class takes an argument of this name."""
     parameters = signature(factory).parameters
     return name in parameters or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -56,9 +56,9 @@ def dataset(
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(open_split(config.root, split=name, **options))
-    dataset = join_splits(parts)
-    dataset.range16 = config.range16
-    return dataset
+    joined_parts = join_splits(parts)
+    joined_parts.range16 = config.range16
+    return joined_parts
 
 
 def check_classes(config: Data, state: dict) -> None:
@@ -171,9 +171,12 @@ def class_index(
     if not is_drawn and not config.loss.needs_class_index:
         return None
     read = partial(index_classes, dataset, config.sampler.folder, progress=progress, folder_key="sampler.folder")
+    index = None
     with world.first_goes_ahead() as first:
-        index = read() if first else None
-    index = read() if index is None else index  # built again if machines do not share the folder
+        if first:
+            index = read()
+    if index is None:
+        index = read()  # built again if machines do not share the folder
     absent = index.absent_classes()
     if is_drawn and absent and world.first:
         logger.warning(
@@ -198,24 +201,29 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 def augmentations(config: TrainingRun) -> Augmentations | None:
     """The run's own augmentations; None if it has none."""
     functions = {name: builder("augmentations", choice)() for name, choice in config.augmentations.items()}
-    most = MOST_MIXES if isinstance(config.data, SegmentationData) else 0
+    most_mixes = MOST_MIXES if isinstance(config.data, SegmentationData) else 0
     for name, function in functions.items():
-        mixes = getattr(function, "mixes", 0)
-        if type(mixes) is not int or not 0 <= mixes <= most:
-            raise ValueError(
-                f"augmentations={name} has mixes={mixes!r}: expected a whole number of further crops up to "
-                f"{MOST_MIXES}, and 0 in classification, which has none"
-            )
-        arguments = ["crop", "label", "generator", "others"] if mixes else ["crop", "label", "generator"]
-        try:
-            with suppress(ValueError):  # code in C may have no signature
-                signature(function).bind(*arguments, **dict.fromkeys(moment_fields(function)))
-        except TypeError as error:
-            raise ValueError(
-                f"augmentations={name} does not take ({', '.join(arguments)}): {error}; an attribute mixes = k asks "
-                f"for k others"
-            ) from error
+        _check_augmentation(name, function, most_mixes)
     return Augmentations(functions, config.seed) if functions else None
+
+
+def _check_augmentation(name: str, function: Callable[..., Any], most_mixes: int) -> None:
+    """ValueError: it mixes too many crops, or does not take the arguments that it will be given."""
+    mixes = getattr(function, "mixes", 0)
+    if type(mixes) is not int or not 0 <= mixes <= most_mixes:
+        raise ValueError(
+            f"augmentations={name} has mixes={mixes!r}: expected a whole number of further crops up to "
+            f"{MOST_MIXES}, and 0 in classification, which has none"
+        )
+    arguments = ["crop", "label", "generator", "others"] if mixes else ["crop", "label", "generator"]
+    try:
+        with suppress(ValueError):  # code in C may have no signature
+            signature(function).bind(*arguments, **dict.fromkeys(moment_fields(function)))
+    except TypeError as error:
+        raise ValueError(
+            f"augmentations={name} does not take ({', '.join(arguments)}): {error}; an attribute mixes = k asks "
+            f"for k others"
+        ) from error
 
 
 def training_crops(
@@ -241,24 +249,24 @@ def training_crops(
 
 
 def evaluation_loader(
-    source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1, **batching: Any
+    source: Dataset, config: Data, world: World, image_count: int | None = None, batch_size: int = 1, **batching: Any
 ) -> Loader:
-    """Load the items of `source` in order; ranks split the first `images` of them (None: all) without overlap.
+    """Load images in order; ranks split the first `image_count` of them (None: all) without overlap.
 
     `batching`: further arguments of DataLoader.
     """
     assert isinstance(source, Sized), source
-    count = len(source) if images is None else min(images, len(source))
+    count = len(source) if image_count is None else min(image_count, len(source))
     shard = range(world.rank, count, world.size)  # unpadded: no image counts twice
     return loader(source, config, world, sampler=shard, batch_size=batch_size, **batching)
 
 
-def at_once(config: SegmentationRun, device: torch.device, processes: int) -> AtOnce:
-    """How many images are segmented at once. `processes`: of the training."""
+def at_once(config: SegmentationRun, device: torch.device, process_count: int) -> AtOnce:
+    """How many images are segmented at once. `process_count`: of the training."""
     trainer = config.trainer
     if trainer.evaluate_batch_size != "auto":
         return AtOnce(trainer.evaluate_batch_size)
-    crops = -(-config.data.crops_per_minibatch // (processes * trainer.accumulation_steps))
+    crops = -(-config.data.crops_per_minibatch // (process_count * trainer.accumulation_steps))
     return AtOnce(pixels=None if device.type == "cpu" else crops * math.prod(config.data.crop()))
 
 

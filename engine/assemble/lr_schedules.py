@@ -16,13 +16,13 @@ def poly(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *,
 
 def linear(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *, end: float) -> LRScheduler:
     """From the optimiser's rate to `end`. ValueError: `end` is higher."""
-    factor = end / _highest(optimizer, end)
-    return LinearLR(optimizer, start_factor=1.0, end_factor=factor, total_iters=steps)
+    _check_end(end, optimizer)
+    return LinearLR(optimizer, start_factor=1.0, end_factor=end / _highest_rate(optimizer), total_iters=steps)
 
 
 def cosine(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *, end: float) -> LRScheduler:
     """Half a cosine from the optimiser's rate to `end`. ValueError: `end` is higher."""
-    _highest(optimizer, end)
+    _check_end(end, optimizer)
     return CosineAnnealingLR(optimizer, T_max=steps, eta_min=end)
 
 
@@ -46,8 +46,12 @@ def multistep(
     return MultiStepLR(optimizer, [step - warmup for step in falls], gamma=factor)
 
 
-def _highest(optimizer: Optimizer, end: float) -> float:
-    highest = optimizer.param_groups[0]["lr"]
+def _highest_rate(optimizer: Optimizer) -> float:
+    return optimizer.param_groups[0]["lr"]
+
+
+def _check_end(end: float, optimizer: Optimizer) -> None:
+    """ValueError: the last rate is above the highest."""
+    highest = _highest_rate(optimizer)
     if end > highest:
         raise ValueError(f"lr_schedule.end={end}: expected at most optim.lr={highest:g}")
-    return highest

@@ -23,11 +23,13 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
 from engine.schema.keys import is_absent
+from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.cross_entropy import SummedLoss, inverse_frequencies
 from engine.segmentation.inference import Views
+from models.bodies import Body
 from models.forward import Forward
 from models.freezing import freeze
 from models.heads import FCN
@@ -42,17 +44,24 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
         index: of the training split, for class weights; None: equal weights.
         network: the network to train, whose losses are then built before the first step.
     """
-    weights = None
-    if index is not None and config.class_weights == "frequency":
-        weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
+    weights = _class_weights(config, index)
+    strides: tuple[int | None, ...] = (None,)
+    if isinstance(network, SegmentationNetwork):
+        strides = network.strides
+        if isinstance(config.class_weights, list) and len(config.class_weights) != network.classes:
+            actual = f"loss.class_weights={config.class_weights} has {len(config.class_weights)} numbers"
+            raise ValueError(f"{actual}: expected {network.classes}, one for each class, in their order")
+    build = builder("loss", config)
+    return SummedLoss(lambda stride: build(IGNORED, weights=weights, stride=stride), strides)
+
+
+def _class_weights(config: Loss, index: ClassIndex | None) -> Tensor | None:
+    """The weight of each class, float32; None: equal weights."""
     if isinstance(config.class_weights, list):
-        weights = torch.tensor(config.class_weights, dtype=torch.float32)
-        if isinstance(network, SegmentationNetwork) and len(weights) != network.classes:
-            expected = f"expected {network.classes}, one for each class, in their order"
-            raise ValueError(f"loss.class_weights={config.class_weights} has {len(weights)} numbers: {expected}")
-    make = builder("loss", config)
-    strides = network.strides if isinstance(network, SegmentationNetwork) else (None,)
-    return SummedLoss(lambda stride: make(IGNORED, weights=weights, stride=stride), strides)
+        return torch.tensor(config.class_weights, dtype=torch.float32)
+    if index is not None and config.class_weights == "frequency":
+        return inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
+    return None
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -68,9 +77,9 @@ def segment(
     options: Evaluation,
     world: World,
     console: Console,
-    processes: int,
+    process_count: int,
 ) -> Evaluated:
-    """Predict and score this rank's images, and write what is asked for. `processes`: of the training."""
+    """Predict and score this rank's images, and write what is asked for. `process_count`: of the training."""
     files = options.predictions, options.overlays, options.per_image
     with segmentation.written_predictions(dataset, world, *files) as write, progress_bar(console) as progress:
         return segmentation.evaluate_split(
@@ -81,7 +90,7 @@ def segment(
             world=world,
             progress=progress,
             on_prediction=write,
-            at_once=at_once(config, world.device, processes),
+            at_once=at_once(config, world.device, process_count),
             added=added_scores(config, dataset),
         )
 
@@ -93,7 +102,7 @@ def classify(
     options: Evaluation,
     world: World,
     console: Console,
-    processes: int,
+    process_count: int,
 ) -> Evaluated:
     """Score this rank's images."""
     minibatches = evaluation_minibatches(
@@ -139,19 +148,24 @@ def network_of(config: TrainingRun, classes: int, auxiliary: bool = True) -> nn.
             in_channels = [feature.channels for feature in inputs]
         head = builder("head", config.head)(in_channels, norm_act=norm, classes=classes)
         network = SegmentationNetwork(features, head, classes)
-        weight = config.head.auxiliary_weight
-        if auxiliary and weight:
-            key = f"head.auxiliary_weight={weight}"
-            if hasattr(head, "auxiliary"):
-                cure = "which has an auxiliary head of its own: leave it out"
-                raise ValueError(f"{key} with head={config.head.name}, {cure}")
-            channels = [feature.channels for feature in features_read(features, FCN.reads, key)]
-            head.auxiliary = FCN(channels, classes, norm, loss_weight=weight)
+        if auxiliary and config.head.auxiliary_weight:
+            _add_auxiliary_head(config.head, head, features, classes, norm)
     else:
         network = features = body(config.body, norm, classes, own_momentum)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
+
+
+def _add_auxiliary_head(
+    config: Head, head: Any, features: Body, classes: int, norm: Callable[[int], nn.Module]
+) -> None:
+    """Give a head the auxiliary one of `head.auxiliary_weight`. ValueError: it has one, or the body lacks a feature."""
+    key = f"head.auxiliary_weight={config.auxiliary_weight}"
+    if hasattr(head, "auxiliary"):
+        raise ValueError(f"{key} with head={config.name}, which has an auxiliary head of its own: leave it out")
+    channels = [feature.channels for feature in features_read(features, FCN.reads, key)]
+    head.auxiliary = FCN(channels, classes, norm, loss_weight=config.auxiliary_weight)
 
 
 class Task(NamedTuple):

@@ -37,12 +37,7 @@ class Predictor(nn.Module):
     std: Tensor
 
     def __init__(
-        self,
-        forward: Forward,
-        classes: Sequence[str],
-        *,
-        range16: Range16 = ALL_16,
-        shown: Sequence[int] | None = None,
+        self, forward: Forward, classes: Sequence[str], *, range16: Range16 = ALL_16, shown: Sequence[int] | None = None
     ):
         super().__init__()
         self.network = forward.network

@@ -37,7 +37,7 @@ class MetricsLogger:
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         wait_warning: makes a warning that steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
-        tell: passes on what TensorBoard gets, see `Run.tell`.
+        tell: passes on what TensorBoard gets, see `Run.tell_loggers`.
     """
 
     def __init__(

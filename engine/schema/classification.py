@@ -129,11 +129,18 @@ class ClassificationRun(TrainingRun):
             )
 
     def doubts(
-        self, classes: int, images: int, processes: int, steps: int, shared: int = 0, official: int | None = None
+        self,
+        class_count: int,
+        image_count: int,
+        process_count: int,
+        step_count: int,
+        shared_count: int = 0,
+        official_class_count: int | None = None,
     ) -> Iterator[str]:
-        yield from super().doubts(classes, images, processes, steps, shared)
-        if official not in (None, classes):
-            yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
+        yield from super().doubts(class_count, image_count, process_count, step_count, shared_count)
+        if official_class_count not in (None, class_count):
+            folder_text = f"data.root={self.data.root} holds {class_count} classes, one per folder"
+            yield f"{folder_text}; {self.data.name} has {official_class_count}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""

@@ -159,9 +159,9 @@ class SegmentationData(Data):
         if share < _MUCH_PADDING:
             return []
         smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
-        fitting = next((size for size in smaller if padded(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
+        fitting_size = next((size for size in smaller if padded(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
         return [
-            f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting}, which fits the images "
+            f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting_size}, which fits the images "
             f"(now {self.crop_size})"
         ]
 

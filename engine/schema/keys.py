@@ -307,24 +307,28 @@ def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
     is_required = bounds.get("names") or bounds.get("word")
     if value is None and (not is_required or (callable(default) and default() is None)):
         return
+    if not _fits(name, value, bounds):
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, bounds))}")
+
+
+def _fits(name: str, value: Any, bounds: Mapping[str, Any]) -> bool:
+    """Whether a value is one that its key allows. ValueError: a list has too many numbers."""
     word, one_of = bounds.get("word"), bounds.get("one_of")
-    fits = True
     if one_of is not None:
         values = value if isinstance(value, list) else [value]
-        fits = bool(values) and all(single in one_of for single in values)
-    elif bounds.get("names"):
-        fits = bool(as_list(value))
-    elif word is not None and not bounds["is_bounded"]:
-        fits = value == word or type(value) is bool
-    elif bounds.get("is_bounded") and (word is None or value != word):
-        numbers = tree_leaves(value)
-        if len(numbers) > MOST_NUMBERS:
-            raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
-        is_whole = word is None or type(value) is int
-        is_complete = bool(numbers) and (bounds["entries"] is None or len(value) == len(bounds["entries"]))
-        fits = is_whole and is_complete and all(_is_within(number, bounds) for number in numbers)
-    if not fits:
-        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, bounds))}")
+        return bool(values) and all(single in one_of for single in values)
+    if bounds.get("names"):
+        return bool(as_list(value))
+    if word is not None and not bounds["is_bounded"]:
+        return value == word or type(value) is bool
+    if not bounds.get("is_bounded") or (word is not None and value == word):
+        return True
+    numbers = tree_leaves(value)
+    if len(numbers) > MOST_NUMBERS:
+        raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
+    is_whole = word is None or type(value) is int
+    is_complete = bool(numbers) and (bounds["entries"] is None or len(value) == len(bounds["entries"]))
+    return is_whole and is_complete and all(_is_within(number, bounds) for number in numbers)
 
 
 def _is_within(number: Any, bounds: Mapping[str, Any]) -> bool:

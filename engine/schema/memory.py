@@ -39,16 +39,16 @@ class Memory:
                 f"memory.activations={self.activations} with memory.budget={self.budget}: give one of them"
             )
         self.activation_bytes()  # raises if it is wrong
-        devices = self.gpus or 1
-        available = self.available(devices)
+        device_count = self.gpus or 1
+        available = self.available(device_count)
         if available is not None and available <= 0:
-            raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(devices)}")
+            raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(device_count)}")
 
-    def available(self, devices: int, is_captured: bool = False) -> int | None:
+    def available(self, device_count: int, is_captured: bool = False) -> int | None:
         """Bytes for tensors on each device, also of captured steps; None if the device memory is not given."""
         if self.budget is None:
             return None
-        left = (self._bytes("budget") - _reserved(devices)) * (1 - FRAGMENTATION)
+        left = (self._bytes("budget") - _reserved(device_count)) * (1 - FRAGMENTATION)
         return int(left / (1 + CAPTURED) if is_captured else left)
 
     def activation_bytes(self) -> int | None:
@@ -64,16 +64,16 @@ class Memory:
         return size
 
 
-def device_memory(tensors: int, devices: int = 1) -> int:
-    """Bytes of memory that each of `devices` needs for `tensors` bytes of tensors."""
-    return round(tensors / (1 - FRAGMENTATION)) + _reserved(devices)
+def device_memory(tensors: int, device_count: int = 1) -> int:
+    """Bytes of memory that each of `device_count` devices needs for `tensors` bytes of tensors."""
+    return round(tensors / (1 - FRAGMENTATION)) + _reserved(device_count)
 
 
-def deductions(devices: int) -> str:
+def deductions(device_count: int) -> str:
     """What is subtracted from a device's memory, as text."""
-    nccl = f"{NCCL} for NCCL, " if devices > 1 else ""
+    nccl = f"{NCCL} for NCCL, " if device_count > 1 else ""
     return f"{CONTEXT} for CUDA, {nccl}{WORKSPACE} for convolutions and {FRAGMENTATION:.0%} of the rest"
 
 
-def _reserved(devices: int) -> int:
-    return sum(bytes_of(part) or 0 for part in (CONTEXT, WORKSPACE, *([NCCL] if devices > 1 else [])))
+def _reserved(device_count: int) -> int:
+    return sum(bytes_of(part) or 0 for part in (CONTEXT, WORKSPACE, *([NCCL] if device_count > 1 else [])))

@@ -138,8 +138,8 @@ class TrainingRun(Plugins):
                 f"trainer.evaluate_every_epochs=1 or trainer.evaluate_every_steps=N too"
             )
         self.check_precision()
-        self.check_shares(processes=1)
-        self.check_capture(trainer.device, processes=1)
+        self.check_shares(process_count=1)
+        self.check_capture(trainer.device, process_count=1)
         if trainer.compile and self.norm.not_compiled:
             raise ValueError(
                 f"trainer.compile=true with norm={self.norm.name}: {self.norm.not_compiled}; use norm=inplace"
@@ -224,37 +224,43 @@ class TrainingRun(Plugins):
         """
 
     def doubts(
-        self, classes: int, images: int, processes: int, steps: int, shared: int = 0, official: int | None = None
+        self,
+        class_count: int,
+        image_count: int,
+        process_count: int,
+        step_count: int,
+        shared_count: int = 0,
+        official_class_count: int | None = None,
     ) -> Iterator[str]:
-        """Warnings where the settings look like a mistake.
+        """Warnings where the settings look like a mistake, in a training of so many classes, images and so on.
 
-        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too, or
-        copies of them. `official`: the published number of classes, if there is one.
+        `shared_count`: validation images that are training images too, or copies of them. `official_class_count`: the
+        published number of classes, if there is one.
         """
         data = self.data
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             key = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
             yield f"body.{key} without initial weights keeps random ones: give init.weights=FILE or body.weights"
-        if shared:
+        if shared_count:
             yield (
-                f"data.val_split={data.val_split}: {shared:,} of its images are trained on (copies under other names "
-                f"count), so their scores say nothing about other images"
+                f"data.val_split={data.val_split}: {shared_count:,} of its images are trained on (copies under other "
+                f"names count), so their scores say nothing about other images"
             )
-        if images < data.crops_per_minibatch:
+        if image_count < data.crops_per_minibatch:
             yield (
-                f"{images} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they are "
-                f"drawn more than once per epoch"
+                f"{image_count} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they "
+                f"are drawn more than once per epoch"
             )
         decay = self.trainer.ema_decay
-        share = 0.0 if decay is None or self.trainer.smoke else decay ** (steps - 1)
+        share = 0.0 if decay is None or self.trainer.smoke else decay ** (step_count - 1)
         if share > 0.1:
-            advice = f"give at most {1 - 10 / steps:.4g}" if steps > 10 else "leave it out"
+            advice = f"give at most {1 - 10 / step_count:.4g}" if step_count > 10 else "leave it out"
             yield (
-                f"trainer.ema_decay={decay} over {steps:,} steps: {share:.0%} of the average, which is evaluated, are "
-                f"weights of the first step; {advice}"
+                f"trainer.ema_decay={decay} over {step_count:,} steps: {share:.0%} of the average, which is evaluated, "
+                f"are weights of the first step; {advice}"
             )
-        if processes > 1 and not self.norm.sync:
-            crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps
+        if process_count > 1 and not self.norm.sync:
+            crops = data.crops_per_minibatch // process_count // self.trainer.accumulation_steps
             yield (
                 f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: "
                 f"{self.norm.to_share} shares them"
@@ -268,29 +274,29 @@ class TrainingRun(Plugins):
                 f"give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
 
-    def check_shares(self, processes: int) -> None:
+    def check_shares(self, process_count: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""
-        fewest = self.fewest_on_each(processes)
-        parts = processes * self.trainer.accumulation_steps
+        fewest = self.fewest_on_each(process_count)
+        parts = process_count * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
-            or_together = f", or {self.norm.to_share}" if processes > 1 and not self.norm.sync else ""
+            or_together = f", or {self.norm.to_share}" if process_count > 1 and not self.norm.sync else ""
             raise ValueError(
-                f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {self.fewest_at_a_time[1]}: use "
-                f"at least {fewest * parts} crops{or_together}"
+                f"{self.division(process_count)} gives {at_a_time} crop(s) at a time, and {self.fewest_at_a_time[1]}: "
+                f"use at least {fewest * parts} crops{or_together}"
             )
 
-    def fewest_on_each(self, processes: int) -> int:
+    def fewest_on_each(self, process_count: int) -> int:
         """The images that each process needs in a micro-batch; synchronised norms count all processes' images."""
-        return -(-self.fewest_at_a_time[0] // (processes if self.norm.sync else 1))
+        return -(-self.fewest_at_a_time[0] // (process_count if self.norm.sync else 1))
 
-    def check_capture(self, device_type: str, processes: int) -> None:
+    def check_capture(self, device_type: str, process_count: int) -> None:
         """Raise ValueError if trainer.capture=true and micro-batches cannot be captured in a CUDA graph."""
-        problem = self.capture_problem(device_type, processes) if self.trainer.capture is True else None
+        problem = self.capture_problem(device_type, process_count) if self.trainer.capture is True else None
         if problem is not None:
             raise ValueError(f"trainer.capture=true: {problem}; {CAPTURE_ADVICE}")
 
-    def capture_problem(self, device_type: str, processes: int) -> str | None:
+    def capture_problem(self, device_type: str, process_count: int) -> str | None:
         """Why micro-batches cannot be captured in a CUDA graph; None if they can."""
         trainer = self.trainer
         if device_type == "cpu":
@@ -299,23 +305,25 @@ class TrainingRun(Plugins):
             return self.norm.not_captured
         if trainer.compile:
             return "trainer.compile=true makes code that has graphs of its own"
-        if self.data.crops_per_minibatch % (processes * trainer.accumulation_steps):
-            return f"{self.division(processes)} makes micro-batches of several sizes, and a CUDA graph has one"
-        if processes > 1 and self.norm.sync:
-            return f"norm.sync=true over {processes} processes has not been tried in a CUDA graph"
+        if self.data.crops_per_minibatch % (process_count * trainer.accumulation_steps):
+            return f"{self.division(process_count)} makes micro-batches of several sizes, and a CUDA graph has one"
+        if process_count > 1 and self.norm.sync:
+            return f"norm.sync=true over {process_count} processes has not been tried in a CUDA graph"
         return None
 
-    def capture_doubt(self, processes: int, steps: int) -> str | None:
+    def capture_doubt(self, process_count: int, step_count: int) -> str | None:
         """Why trainer.capture=auto does not capture a run of so many steps that could be; None if it does."""
-        if processes > 1:
-            return f"{processes} processes were not measured with CUDA graphs (trainer.capture=true takes them)"
+        if process_count > 1:
+            return f"{process_count} processes were not measured with CUDA graphs (trainer.capture=true takes them)"
         if self.trainer.profile:
             return f"trainer.profile={self.trainer.profile} shows the calls that a CUDA graph replaces"
-        return f"{steps} steps gain little (fewer than {FEWEST_CAPTURED})" if steps < FEWEST_CAPTURED else None
+        if step_count < FEWEST_CAPTURED:
+            return f"{step_count} steps gain little (fewer than {FEWEST_CAPTURED})"
+        return None
 
-    def division(self, processes: int) -> str:
+    def division(self, process_count: int) -> str:
         """The split of a minibatch into micro-batches, for messages."""
         parts = self.trainer.accumulation_steps
-        over = f" over {processes} processes" if processes > 1 else ""
+        over = f" over {process_count} processes" if process_count > 1 else ""
         over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
         return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"

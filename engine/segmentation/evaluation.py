@@ -54,23 +54,7 @@ def evaluate_split(
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
     counts = Counts(dataset.table, world.device)
-
-    def predict_and_count(batch: dict, windows: int) -> Tensor:
-        unscored = torch.zeros_like(counts.unscored)
-
-        def add_rows(probabilities: Tensor, rows: slice) -> None:
-            added.add_probabilities(probabilities, batch["label"][:, rows], batch["name"])
-
-        on_probabilities = add_rows if "label" in batch and added.scores_reading(PROBABILITIES) else None
-        with added.undone_after_errors():
-            predictions = predict(
-                forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=on_probabilities
-            )
-        if "label" in batch:
-            counts.add(predictions, batch)
-        counts.unscored.add_(unscored)  # last: an attempt that runs out of memory counts nothing
-        return predictions
-
+    count_predictions = partial(_predict_and_count, forward, views, counts, added)
     image_count = 0
     untimed_count = 0  # images of the first part
     since_s = 0.0
@@ -78,7 +62,7 @@ def evaluate_split(
     for batch in batches_of_equal_size(
         prefetched(loaded, world.device), lambda size: at_once.counts_per_pass(forward, views, size)[0]
     ):
-        for part, predictions in at_once.predict_parts(forward, views, batch, predict_and_count):
+        for part, predictions in at_once.predict_parts(forward, views, batch, count_predictions):
             image_count += len(predictions)
             if "label" in part:
                 added.add(predictions, part["label"], part["name"])
@@ -92,6 +76,29 @@ def evaluate_split(
     forward.check_scores(unscored_count, pixel_count, "pixels")
     evaluated = _evaluated(counts.confusion, dataset, views, image_count=sum(world.gather(image_count)))
     return added.sum_and_add_to(evaluated, world)
+
+
+def _predict_and_count(
+    forward: Forward, views: Views, counts: Counts, added: AddedScores, batch: dict, windows: int
+) -> Tensor:
+    """Predict a batch, and add the predictions to `counts` and to those of `added` that read probabilities.
+
+    An attempt that runs out of memory counts nothing. `windows`: see `predict`.
+    """
+    unscored = torch.zeros_like(counts.unscored)
+
+    def add_rows(probabilities: Tensor, rows: slice) -> None:
+        added.add_probabilities(probabilities, batch["label"][:, rows], batch["name"])
+
+    on_probabilities = add_rows if "label" in batch and added.scores_reading(PROBABILITIES) else None
+    with added.undone_after_errors():
+        predictions = predict(
+            forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=on_probabilities
+        )
+    if "label" in batch:
+        counts.add(predictions, batch)
+    counts.unscored.add_(unscored)  # last, so that a failed attempt leaves it
+    return predictions
 
 
 def _evaluated(confusion: Tensor, dataset: SegmentationDataset, views: Views, image_count: int) -> Evaluated:

@@ -18,7 +18,7 @@ def evaluation_command(config: TrainingRun, checkpoint: Path) -> str:
     return shlex.join([*words, override("checkpoint", checkpoint)])
 
 
-def ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
+def why_ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
     """Why a run ended before its last step."""
     best = "no number"
     if metrics.best:
@@ -38,12 +38,12 @@ def on_precision(config: TrainingRun) -> str | None:
     )
 
 
-def on_memory(config: TrainingRun, processes: int, is_captured: bool = False) -> str:
+def on_memory(config: TrainingRun, process_count: int, is_captured: bool = False) -> str:
     """Changes that each roughly halve a training step's memory, and are not made already."""
     trainer, norm = config.trainer, config.norm
     ways = []
-    at_a_time = config.data.crops_per_minibatch // (processes * trainer.accumulation_steps)
-    if at_a_time >= 2 * config.fewest_on_each(processes):
+    at_a_time = config.data.crops_per_minibatch // (process_count * trainer.accumulation_steps)
+    if at_a_time >= 2 * config.fewest_on_each(process_count):
         ways.append("twice the trainer.accumulation_steps or processes")
     if trainer.recompute in ("none", "activations") and not config.body.is_reversible():
         ways.append("trainer.recompute=blocks")
@@ -55,7 +55,7 @@ def on_memory(config: TrainingRun, processes: int, is_captured: bool = False) ->
     fit = "" if config.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
     graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if is_captured else ""
     halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
-    return f"({config.division(processes)}). {halves}{fit}{graph}"
+    return f"({config.division(process_count)}). {halves}{fit}{graph}"
 
 
 def on_scale(config: TrainingRun, variance: float) -> str:

@@ -26,7 +26,7 @@ def learner(
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    `make` builds the network on the CPU. `eager_because`: see `planner.fitted`.
+    `make` builds the network on the CPU. `eager_because`: see `planner.fit_to_budget`.
     ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; its
     head decides for what is no class; or see `lr_schedule`, `make`.
     """
@@ -35,7 +35,7 @@ def learner(
     if isinstance(plain.network, SegmentationNetwork):
         _check_classes_of_head(plain.network, world.device)
     if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):
-        _correct_on_cpu(config.trainer, plain.network)
+        _correct_cpu_gradients(config.trainer, plain.network)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world, eager_because)
@@ -60,12 +60,14 @@ def _check_classes_of_head(network: SegmentationNetwork, device: torch.device) -
             module.training = mode
 
 
-def _correct_on_cpu(trainer: Trainer, network: nn.Module) -> None:
-    """ValueError: PyTorch would compute wrong gradients of a convolution, and they cannot be corrected."""
-    if trainer.compile:  # TorchInductor chooses memory formats itself
-        wrong = wrong_gradients(network, "bfloat16") if trainer.precision == "bfloat16" else []
-    else:
+def _correct_cpu_gradients(trainer: Trainer, network: nn.Module) -> None:
+    """Correct gradients of convolutions that PyTorch computes wrongly on a CPU. ValueError: that is not possible."""
+    if not trainer.compile:
         wrong = correct_gradients(network, trainer.precision)
+    elif trainer.precision == "bfloat16":
+        wrong = wrong_gradients(network, "bfloat16")
+    else:  # TorchInductor chooses memory formats itself
+        wrong = []
     if wrong:
         cure = "trainer.compile=false" if trainer.compile else "trainer.channels_last=false"
         if trainer.precision == "bfloat16":
@@ -82,8 +84,8 @@ def learner_of(
     """The learner of a network on its device, with optimiser, schedule, loss scale, average. See `learner`."""
     trainer = config.trainer
     eager_because = eager_because or why_eager(config, plain.network, schedule.total_steps, world)
-    captures = eager_because is None
-    if captures:  # without DDP
+    is_captured = eager_because is None
+    if is_captured:  # without DDP
         world.share_parameters(plain.network)
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
@@ -91,8 +93,10 @@ def learner_of(
         check_compiler(world.device.type, setting="trainer.compile=true", instead="trainer.compile=false")
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     captured = None
-    if captures:
-        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, _repeats(trainer), trainer.capture is True)
+    if is_captured:
+        captured = CapturedMicroBatches(
+            plain.network, CAPTURE_ADVICE, _repetition_key(trainer), trainer.capture is True
+        )
     elif world.size > 1:
         unread_feature = getattr(plain.network, "unread_feature", "")
         if unread_feature:
@@ -127,11 +131,11 @@ def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World)
     problem = problem or config.capture_doubt(world.size, steps)
     if problem:
         return problem
-    repeats = _repeats(trainer)
+    repeats = _repetition_key(trainer)
     drawing = drawing_modules(getattr(network, "body", network)) if repeats else []
     return f"{repeats} repeats modules that draw random numbers{listed_few(drawing)}" if drawing else None
 
 
-def _repeats(trainer: Trainer) -> str:
+def _repetition_key(trainer: Trainer) -> str:
     """The key that makes backward passes run blocks again; empty if none does. (Reversible bodies draw no numbers.)"""
     return f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else ""

@@ -41,8 +41,8 @@ class FlatGradients:
         self.parts: dict[nn.Parameter, Tensor] = {}  # of the buffers, by the parameter whose gradient they are
         self.buffers: list[Tensor] = []
 
-    def strangers(self) -> list[str]:
-        """Names of parameters whose gradient lies elsewhere."""
+    def names_outside(self) -> list[str]:
+        """Names of parameters whose gradient lies outside the buffers."""
         return [
             name
             for name, parameter in self.network.named_parameters()
@@ -50,9 +50,9 @@ class FlatGradients:
         ]
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Move gradients that backward passes have made into buffers."""
-        if not self.strangers():
+    def move_into_buffers(self) -> None:
+        """Make buffers for the gradients that backward passes have made, and move them there."""
+        if not self.names_outside():
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.network.parameters():
@@ -100,7 +100,9 @@ class CapturedMicroBatches:
         self.gradients = FlatGradients(network)
         self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
         self.stream = torch.cuda.Stream() if record is None else None
-        self.record = record or partial(_graph, self.stream)  # not a method: in a cycle, the graph would outlive us
+        self.record = record or partial(
+            _cuda_graph, self.stream
+        )  # not a method: in a cycle, the graph would outlive us
         self.is_warm = False
         self.replay: Callable[[], None] | None = None
         self.problem: str | None = None  # found in a warm-up step
@@ -134,7 +136,7 @@ class CapturedMicroBatches:
     def average_gradients(self, world: World) -> None:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
         if world.size > 1 and self.replay is None:
-            self.gradients.adopt()
+            self.gradients.move_into_buffers()
         for buffer in self.gradients.buffers if world.size > 1 else ():
             world.sum_(buffer.div_(world.size))  # in DDP's order
 
@@ -145,8 +147,8 @@ class CapturedMicroBatches:
         """
         if not self.is_warm:
             with before_capture():
-                loss = self._eagerly(micro_batch, images, labels)
-            self.problem = self.problem or self._changed(micro_batch)
+                loss = self._run_eagerly(micro_batch, images, labels)
+            self.problem = self.problem or self._note_numbers(micro_batch)
             return loss
         if self.replay is None:
             self._capture(micro_batch, images, labels)
@@ -159,8 +161,12 @@ class CapturedMicroBatches:
         self.replay()
         return self.loss
 
-    def _eagerly(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
-        """On the stream of the capture, where libraries keep their workspaces."""
+    def _run_eagerly(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """Run a micro-batch on the stream of the capture, where libraries keep their workspaces; return its loss.
+
+        If it draws random numbers in blocks that the backward pass repeats, this is noted as the `problem`, and where
+        `requested` a ValueError.
+        """
         if self.stream is None:
             return micro_batch(images, labels)
         before = torch.cuda.get_rng_state()
@@ -182,44 +188,47 @@ class CapturedMicroBatches:
 
         Modules that count their calls in Python have then counted one more.
         """
-        generators = _generators()
+        generators = _generator_states()
         self.numbers = numbers_of(self.network, micro_batch)
         try:
             if self.problem is not None:
                 raise NotCaptured(self.problem)
             for parameter in () if self.gradients.buffers else self.reached:
                 parameter.grad = torch.zeros_like(parameter)
-            self.gradients.adopt()
+            self.gradients.move_into_buffers()
             self.images = images.clone()
             self.labels = labels.clone()
-            self.replay, self.loss = self._recorded(micro_batch)
-            if pickle.dumps(generators) != pickle.dumps(_generators()):
+            self.replay, self.loss = self._record_graph(micro_batch)
+            if pickle.dumps(generators) != pickle.dumps(_generator_states()):
                 raise NotCaptured(
                     f"the network draws random numbers on the CPU{listed_few(drawing_modules(self.network))}, and a "
                     f"CUDA graph would repeat them"
                 )
-            strangers = self.gradients.strangers()
-            if strangers:
-                raise NotCaptured(f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all")
-            problem = self._changed(micro_batch)
+            names = self.gradients.names_outside()
+            if names:
+                raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
+            problem = self._note_numbers(micro_batch)
             if problem is not None:
                 raise NotCaptured(problem)
         except Exception as error:
-            of_torch, of_python, of_numpy = generators
-            torch.set_rng_state(torch.from_numpy(of_torch))
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            torch_state, python_state, numpy_state = generators
+            torch.set_rng_state(torch.from_numpy(torch_state))
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             if self.requested and isinstance(error, NotCaptured):
                 raise ValueError(f"{error}: {self.advice}") from error
             raise
 
-    def _recorded(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
-        """The micro-batch as a graph, and its loss. NotCaptured names the module that raised an error."""
+    def _record_graph(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
+        """Record the micro-batch as a graph; return what replays it, and its loss.
+
+        NotCaptured names the module that raised an error.
+        """
         raised: list[Exception] = []
 
-        def watched() -> Tensor:
+        def run_and_note_error() -> Tensor:
             try:
                 return micro_batch(self.images, self.labels)
             except Exception as error:
@@ -228,20 +237,25 @@ class CapturedMicroBatches:
 
         try:
             with without_collection():  # what it frees may call CUDA, which would end the capture
-                return self.record(watched)
+                return self.record(run_and_note_error)
         except Exception as last:  # PyTorch may raise another one when the capture ends
             error = raised.pop() if raised else last
             try:
                 if is_out_of_memory(error) or self.requested and not isinstance(error, RuntimeError):
                     raise error from None
-                reads = "stream is capturing" in str(error)  # CUDA's words where the host would wait for the device
-                why = "in a CUDA graph, where nothing may read a tensor's value" if reads else "in a CUDA graph"
-                raise NotCaptured(f"{self._module_of(error)} cannot be captured {why} ({_first_line(error)})") from last
+                place = "in a CUDA graph"
+                if "stream is capturing" in str(error):  # CUDA's words where the host would wait for the device
+                    place += ", where nothing may read a tensor's value"
+                module = self._module_of(error)
+                raise NotCaptured(f"{module} cannot be captured {place} ({_first_line(error)})") from last
             finally:
                 del error  # or a cycle would keep the tensors of the pass
 
-    def _changed(self, micro_batch: MicroBatch) -> str | None:
-        """Why modules cannot be captured whose numbers have changed; None if none has. Where `requested`, a warning."""
+    def _note_numbers(self, micro_batch: MicroBatch) -> str | None:
+        """Note the modules' numbers; return why they cannot be captured if one has changed since the last micro-batch.
+
+        Where `requested`, the first change is only a warning.
+        """
         previous_numbers = self.numbers
         self.numbers = numbers_of(self.network, micro_batch)
         if previous_numbers is None or self.has_warned:  # the first micro-batch may initialise modules
@@ -259,14 +273,14 @@ class CapturedMicroBatches:
 
     def _module_of(self, error: BaseException) -> str:
         """The name and class of the innermost module that was running when the error was raised."""
-        places = {id(module): _place(name, module) for name, module in self.network.named_modules()}
+        texts = {id(module): _module_text(name, module) for name, module in self.network.named_modules()}
         innermost = "the network or its loss"
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            innermost = places.get(id(frame.f_locals.get("self")), innermost)
+            innermost = texts.get(id(frame.f_locals.get("self")), innermost)
         return innermost
 
 
-def _place(name: str, module: nn.Module) -> str:
+def _module_text(name: str, module: nn.Module) -> str:
     return f"{name or 'the network'} ({type(module).__name__})"
 
 
@@ -289,14 +303,14 @@ def listed_few(names: list[str]) -> str:
     return f" ({', '.join(names[:2])}{rest})" if names else ""
 
 
-def _graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """The function as a CUDA graph."""
+def _cuda_graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Record a function as a CUDA graph; return what replays it, and the function's result."""
     with capturing(stream) as graph:
         result = function()
     return graph.replay, result
 
 
-def _generators() -> tuple[Any, Any, Any]:
+def _generator_states() -> tuple[Any, Any, Any]:
     """The states of torch's, Python's and NumPy's generators on the CPU."""
     return torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()
 
@@ -311,14 +325,14 @@ def numbers_of(network: nn.Module, micro_batch: MicroBatch) -> dict[str, Any]:
         for name, cell in zip(micro_batch.__code__.co_freevars, micro_batch.__closure__ or (), strict=True):
             if isinstance(cell.cell_contents, nn.Module):
                 modules |= dict(cell.cell_contents.named_modules(prefix=name))
-    owners: dict[str, Any] = {_place(name, module): module for name, module in modules.items()}
+    owners: dict[str, Any] = {_module_text(name, module): module for name, module in modules.items()}
     for kind in {kind for module in modules.values() for kind in type(module).__mro__}:
         if kind.__module__.partition(".")[0] != "torch":
             owners[f"class {kind.__name__}"] = kind
     seen = {*map(id, modules.values())}
     return {
-        f"{name} of {place}": state
-        for place, owner in owners.items()
+        f"{name} of {text}": state
+        for text, owner in owners.items()
         for name, state in _states(owner, 3, seen)
         if state is not None
     }

@@ -16,19 +16,19 @@ class _FirstNorm(Exception):
     """Ends a forward pass with the first norm's `running_var`, (C,), and its input, (N, C, *spatial)."""
 
 
-def other_scale(forward: Forward, dataset: SegmentationDataset | ClassificationDataset, side: int) -> float | None:
+def ratio_of_scales(forward: Forward, dataset: SegmentationDataset | ClassificationDataset, side: int) -> float | None:
     """The variance of the first norm's input, divided by its `running_var`; None if they differ by less than 30 times.
 
     Measured on a few training images. Weights for levels of 0 to 255 (Caffe's networks) have the same names and shapes
     as weights for normalised images. `side`: the largest height and width of the images, in pixels.
     """
 
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def end_at_norm(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         variance = getattr(module, "running_var", None)
         if isinstance(variance, Tensor):
             raise _FirstNorm(variance, inputs[0])
 
-    with torch.no_grad(), register_module_forward_pre_hook(note):
+    with torch.no_grad(), register_module_forward_pre_hook(end_at_norm):
         try:
             forward(_images(dataset, side))
             return None

@@ -96,8 +96,8 @@ class Learner:
         self.average.take_buffers(self.network)
         return self.forward.with_network(self.average.module)
 
-    def take_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a micro-batch, which runs by `captured`. If a capture fails, this and all later ones are eager.
+    def run_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """Run a micro-batch by `captured`; return its loss. If a capture fails, this and all later ones are eager.
 
         ValueError: it cannot be captured, and trainer.capture=true.
         """
@@ -141,7 +141,7 @@ class Learner:
             optimizer.step()
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
-        with _schedule_alone() if self.scaler.is_enabled() else nullcontext():
+        with _without_schedule_warning() if self.scaler.is_enabled() else nullcontext():
             self.scheduler.step()
         if self.average is not None:
             self.average.update(self.network, finite if self.scaler.is_enabled() else None)
@@ -161,10 +161,10 @@ class Learner:
         loss, gradient_norm, stops, scale, next_scale = outcome.numbers.tolist()
         if not math.isfinite(loss):
             weights = self.network.named_parameters()
-            name, norm = _largest({name: weight.detach().double().norm().item() for name, weight in weights})
+            name, norm = _largest_norm({name: weight.detach().double().norm().item() for name, weight in weights})
             raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
         if not math.isfinite(gradient_norm) and not SMALLEST_SCALE <= next_scale < scale:
-            raise FloatingPointError(f"the gradient is {gradient_norm}; {self._broken(outcome)}")
+            raise FloatingPointError(f"the gradient is {gradient_norm}; {self._broken_gradients(outcome)}")
         return loss, gradient_norm, stops > 0, next_scale if self.scaler.is_enabled() else None
 
     def state_dict(self, step: int) -> dict:
@@ -195,7 +195,7 @@ class Learner:
 
         ValueError: `state` does not match this learner.
         """
-        with _schedule_alone():
+        with _without_schedule_warning():
             for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
                 self.scheduler.step()
         try:
@@ -214,14 +214,14 @@ class Learner:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
 
-    def _broken(self, outcome: "Outcome") -> str:
+    def _broken_gradients(self, outcome: "Outcome") -> str:
         """The gradients that are not finite, for messages."""
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         with_gradient = [names[parameter] for parameter in outcome.parameters]
         norms = dict(zip(with_gradient, outcome.norms.tolist(), strict=True))
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         which = f"{len(broken)} of {len(norms)} are not finite, {broken[0]} first" if broken else "all are finite"
-        name, norm = _largest(norms)
+        name, norm = _largest_norm(norms)
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
@@ -255,13 +255,13 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def _schedule_alone() -> Iterator[None]:
-    """Silence PyTorch's warning about a schedule that steps before the optimiser."""
+def _without_schedule_warning() -> Iterator[None]:
+    """Context without PyTorch's warning about a schedule that steps before the optimiser."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
 
 
-def _largest(norms: dict[str, float]) -> tuple[str, float]:
+def _largest_norm(norms: dict[str, float]) -> tuple[str, float]:
     """Name and norm of the tensor with the largest norm; NaN counts as the largest."""
     return max(norms.items(), key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])

@@ -49,15 +49,9 @@ def train(
     """
     learner, schedule, world = run.learner, run.schedule, run.world
     minibatch_size = run.config.data.crops_per_minibatch
-    if learner.captured is not None and getattr(loss, "asks_for_batch", False):
-        learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
-    run.begin(loss, minibatches)
-    delivered = run.delivered(minibatches, loss)
-    if run.config.trainer.profile and world.first:
-        delivered = _profiled(delivered, run.config.trainer.profile, run.directory.path / "profile")
-    run.stop.training = True
+    delivered = _begin(run, minibatches, loss)
     with run.metrics as metrics:
-        evaluated = _evaluated_again(run, evaluate)
+        evaluated = _repeat_evaluation(run, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
         if evaluated is not None and metrics.ends_early:
@@ -71,10 +65,10 @@ def train(
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             try:
-                with _checked_step(loss, run.config) if step <= run.start_step + CHECKED_STEPS else nullcontext():
+                with _checked_step(loss, run) if step <= run.start_step + CHECKED_STEPS else nullcontext():
                     outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
-            except Exception as error:
-                _explain(error, step, minibatch, run)
+            except (RuntimeError, ValueError) as error:
+                _raise_better(error, step, minibatch, run)
                 raise
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
@@ -82,16 +76,13 @@ def train(
                     learner.captured.begin()
             launched_s = time.perf_counter()
             # The host reads a step's numbers while the device takes the next one.
-            must_stop = previous_step is not None and _read(previous_step, run)
+            must_stop = previous_step is not None and _record_step(previous_step, run)
             must_stop = must_stop or (world.size == 1 and run.stop.requested)
             previous_step = LaunchedStep(step, outcome, lr, minibatch["name"], waited_s, launched_s)
             if must_stop or schedule.checkpoints(step):
-                must_stop = _read(previous_step._replace(launched_s=None), run) or must_stop
+                must_stop = _record_step(previous_step._replace(launched_s=None), run) or must_stop
                 previous_step = None
-                run.save(step)
-                if must_stop:
-                    run.directory.finish_saving()
-                    raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
+                _save(run, step, must_stop)
                 if schedule.evaluates(step):
                     evaluated = run.evaluate(step, evaluate)
                     if metrics.ends_early:
@@ -102,16 +93,36 @@ def train(
         return run.evaluate(schedule.total_steps, evaluate)
 
 
-def _evaluated_again(run: Run[Config, Split], evaluate: Callable[[], Evaluated]) -> Evaluated | None:
-    """The evaluation before the first step, of a run that was stopped during it or has ended early; else None."""
+def _begin(run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss) -> Iterator[dict]:
+    """Restore what a resumed run has saved; return the minibatches on the device, traced with `trainer.profile`."""
+    if run.learner.captured is not None and getattr(loss, "asks_for_batch", False):
+        run.learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
+    run.begin(loss, minibatches)
+    delivered = run.delivered(minibatches, loss)
+    run.stop.training = True
+    if run.config.trainer.profile and run.world.first:
+        return _profile_steps(delivered, run.config.trainer.profile, run.directory.path / "profile")
+    return delivered
+
+
+def _repeat_evaluation(run: Run[Config, Split], evaluate: Callable[[], Evaluated]) -> Evaluated | None:
+    """Evaluate before the first step, if the run was stopped during that evaluation or has ended early; else None."""
     was_stopped_during_it = run.schedule.evaluates(run.start_step) and run.start_step not in run.metrics.scores
     if was_stopped_during_it or run.metrics.ends_early:
         return run.evaluate(run.start_step, evaluate)
     return None
 
 
+def _save(run: Run[Config, Split], step: int, must_stop: bool) -> None:
+    """Start writing the last checkpoint. Preempted, once it is written: the run must stop."""
+    run.save(step)
+    if must_stop:
+        run.directory.finish_saving()
+        raise Preempted(f"stopped after step {step} of {run.schedule.total_steps}")
+
+
 @contextmanager
-def _checked_step(loss: Loss, config: Config) -> Iterator[None]:
+def _checked_step(loss: Loss, run: Run[Config, Split]) -> Iterator[None]:
     """Context of one of the first steps: no branch's recomputation differs.
 
     ValueError: a parameter of the loss gets a gradient.
@@ -120,7 +131,7 @@ def _checked_step(loss: Loss, config: Config) -> Iterator[None]:
         yield
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.grad is not None:
-            raise ValueError(advice.on_loss(config, name))
+            raise ValueError(advice.on_loss(run.config, name))
 
 
 class LaunchedStep(NamedTuple):
@@ -134,7 +145,7 @@ class LaunchedStep(NamedTuple):
     launched_s: float | None  # the clock then; None: the step's time ends when it is read
 
 
-def _read(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
+def _record_step(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
     """Wait for a step, and record it; return whether a rank was asked to stop before it. Every rank must call it."""
     metrics, step = run.metrics, launched.step
     try:
@@ -150,20 +161,20 @@ def _read(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
     return must_stop
 
 
-def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
-    """Yield the minibatches; after ten of them, trace `steps` to folder/trace.json, for Perfetto or chrome://tracing."""
+def _profile_steps(minibatches: Iterable[dict], step_count: int, folder: Path) -> Iterator[dict]:
+    """Yield the minibatches; after ten, trace so many steps to folder/trace.json, for Perfetto or chrome://tracing."""
     folder.mkdir(parents=True, exist_ok=True)
-    rhythm = profiler.schedule(wait=8, warmup=2, active=steps, repeat=1)
+    schedule = profiler.schedule(wait=8, warmup=2, active=step_count, repeat=1)
     file = str(folder / "trace.json")
     with profiler.profile(
-        schedule=rhythm, on_trace_ready=lambda done: done.export_chrome_trace(file), acc_events=True
+        schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(file), acc_events=True
     ) as tracer:
         for minibatch in minibatches:
             yield minibatch
             tracer.step()
 
 
-def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Split]) -> None:
+def _raise_better(error: RuntimeError | ValueError, step: int, minibatch: dict, run: Run[Config, Split]) -> None:
     """Raise a better error for one of a step, if there is one: it names the step, and settings that need less memory.
 
     A scheduler's signal may also end a compiler that the step has started, and the step then fails.
@@ -174,7 +185,7 @@ def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Spli
         crops = f"{count} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
         smaller = advice.on_memory(run.config, run.world.size, is_captured=run.learner.captured is not None)
         raise MemoryError(f"{cause_of(error)} in step {step} with {crops} on this device {smaller}") from error
-    if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
+    if run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         raise Preempted(f"stopped in step {step}, which did not end and will be repeated") from error
 
@@ -217,14 +228,14 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
         learner.scaler.scale(part_loss).backward()
         return part_loss.detach()
 
-    run = micro_batch if learner.captured is None else partial(learner.take_captured, micro_batch)
+    run_micro_batch = micro_batch if learner.captured is None else partial(learner.run_captured, micro_batch)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images = minibatch["image"].tensor_split(learner.accumulation_steps)
     labels = minibatch["label"].tensor_split(learner.accumulation_steps)
     ddp = learner.forward.network if isinstance(learner.forward.network, DistributedDataParallel) else None
     for number, part in enumerate(zip(images, labels, strict=True), start=1):
         with nullcontext() if ddp is None or number == learner.accumulation_steps else ddp.no_sync():
-            total_loss += run(*part)
+            total_loss += run_micro_batch(*part)
     if learner.captured is not None:
         learner.captured.average_gradients(world)
     return total_loss

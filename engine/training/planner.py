@@ -87,7 +87,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         config = replace(config, norm=config.norm.fused())
     task = TASKS[config.task]
     learner = _fake_learner(config)
-    update(learner)
+    take_optimizer_step(learner)
     size = config.data.crop(crop_size)
     images = torch.zeros(crops, config.data.channels, *size, dtype=torch.uint8)
     labels = task.labels(crops, size)
@@ -101,7 +101,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     resident = {kind: bytes_of_tensors(tensors) for kind, tensors in tensors_by_kind.items()}
     loss: Loss = task.loss(config, learner.network)
     if getattr(loss, "asks_for_batch", False):
-        loss = partial(_given_a_batch, loss, images)
+        loss = partial(_loss_of_first_batch, loss, images)
     return learner, loss, {"image": images, "label": labels}, resident
 
 
@@ -126,7 +126,7 @@ def _fake_learner(config: TrainingRun) -> Learner:
     return learner
 
 
-def _given_a_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
+def _loss_of_first_batch(loss: Loss, images: Tensor, outputs: Any, labels: Tensor) -> Tensor:
     """A loss that asks for each batch, with the first of a run."""
     batch = Batch(images[: len(labels)], ["" for _ in range(len(labels))], step=1, epoch=0.0)
     return loss(outputs, labels, batch=batch)
@@ -139,13 +139,13 @@ class _NumbersRead(TorchDispatchMode):
         return 0.5 if function is ITEM else function(*args, **kwargs or {})
 
 
-def update(learner: Learner) -> None:
-    """The optimiser's step."""
+def take_optimizer_step(learner: Learner) -> None:
+    """Take a step with the gradients that there are, on fake tensors."""
     with _NumbersRead():
         learner.step(*torch.zeros(2, dtype=torch.float64))
 
 
-def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> StepMemory:
+def step_memory(config: TrainingRun, crops: int, crop_size: int, device_count: int = 1) -> StepMemory:
     """The memory of one device in the second step of a training, on crops of `crop_size`.
 
     With several devices, DDP holds all gradients in its buckets (`gradient_as_bucket_view=True`), and adds each there;
@@ -153,7 +153,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     one): see `engine.training.capture`. (With several micro-batches, the first makes them.)
     """
     parts = config.trainer.accumulation_steps
-    in_buckets = parts == 1 if config.trainer.capture is True else devices > 1
+    in_buckets = parts == 1 if config.trainer.capture is True else device_count > 1
     with FakeTensors():
         learner, loss, minibatch, resident = fake_step(config, crops, crop_size)
         is_planned = config.trainer.recompute == "budget"
@@ -171,7 +171,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 
             accumulate_gradients(learner, ending, minibatch, crops, World())
             step.backward_ends(learner.parameters)
-            update(learner)
+            take_optimizer_step(learner)
         if is_planned:
             kept = report(learner.network).bytes
         else:  # in a separate pass: hooks on saved tensors keep some of them for longer
@@ -180,15 +180,22 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
     return step.memory(resident if in_buckets else resident | {"gradients": 0}, kept)
 
 
-def needed_bytes(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False) -> int:
+def needed_bytes(
+    config: TrainingRun, crops: int, crop_size: int, device_count: int = 1, is_captured: bool = False
+) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
-        return planned_step(config, crops, crop_size, devices, is_captured).least(config.memory.time)
-    return step_memory(config, crops, crop_size, devices).peak
+        return planned_step(config, crops, crop_size, device_count, is_captured).least(config.memory.time)
+    return step_memory(config, crops, crop_size, device_count).peak
 
 
 def planned_step(
-    config: TrainingRun, crops: int, crop_size: int, devices: int = 1, is_captured: bool = False, available: int = 0
+    config: TrainingRun,
+    crops: int,
+    crop_size: int,
+    device_count: int = 1,
+    is_captured: bool = False,
+    available: int = 0,
 ) -> PlannedStep:
     """The second step of a training, with plans for its activations, among them one for `available` bytes in all.
 
@@ -197,13 +204,13 @@ def planned_step(
     """
     trainer = config.trainer
     is_captured = is_captured or trainer.capture is True
-    same_times = times_of("meta") if devices > 1 else nullcontext()  # ranks measure different ones
+    same_times = times_of("meta") if device_count > 1 else nullcontext()  # ranks measure different ones
     with FakeTensors(), same_times:
         learner, loss, minibatch, resident = fake_step(replace(config, memory=Memory()), crops, crop_size)
         images, labels = (minibatch[key].tensor_split(trainer.accumulation_steps)[0] for key in ("image", "label"))
         with CountedStep() as of_optimizer:
-            update(learner)
-        come_one_by_one = devices == trainer.accumulation_steps == 1 and not is_captured
+            take_optimizer_step(learner)
+        come_one_by_one = device_count == trainer.accumulation_steps == 1 and not is_captured
         if come_one_by_one:
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
@@ -215,7 +222,7 @@ def planned_step(
         gradients = resident["gradients"]
         if come_one_by_one:
             resident["gradients"] = 0
-        elif devices > 1 and trainer.accumulation_steps > 1 and not is_captured:
+        elif device_count > 1 and trainer.accumulation_steps > 1 and not is_captured:
             resident["gradients"] *= 2
         resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
         left = available - sum(resident.values()) - (gradients if come_one_by_one else 0)
@@ -226,16 +233,18 @@ def planned_step(
     return PlannedStep(resident, planned.gradients, of_optimizer.peak, list(plans))
 
 
-def within_budget(config: TrainingRun, devices: int, is_captured: bool = False) -> tuple[Memory, int, str]:
+def memory_within_budget(config: TrainingRun, device_count: int, is_captured: bool = False) -> tuple[Memory, int, str]:
     """For trainer.recompute=budget: keys with `memory.activations`, the bytes that `memory.budget` leaves for them.
 
     If no plan fits, the bytes of the plan with the lowest peak. Also returns the step's bytes, and a text that shows
     how these add up.
     """
-    available = config.memory.available(devices, is_captured)
+    available = config.memory.available(device_count, is_captured)
     assert available is not None
     with before_capture() if is_captured else nullcontext():
-        step = planned_step(config, share_of(config, devices), config.data.crop_size, devices, is_captured, available)
+        step = planned_step(
+            config, crops_per_device(config, device_count), config.data.crop_size, device_count, is_captured, available
+        )
     peak, time = step.within(available)
     left = max(available - step.resident_bytes, peak + 2**10)
     resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
@@ -247,28 +256,28 @@ def within_budget(config: TrainingRun, devices: int, is_captured: bool = False) 
     return Memory(activations=f"{(left - step.gradients) // 2**10}KiB"), step.needed(peak), sum_text
 
 
-def share_of(config: TrainingRun, devices: int) -> int:
+def crops_per_device(config: TrainingRun, device_count: int) -> int:
     """Crops per device: the largest share, if the minibatch cannot be split evenly."""
-    return -(-config.data.crops_per_minibatch // devices)
+    return -(-config.data.crops_per_minibatch // device_count)
 
 
-def fitting_config(config: Config, devices: int, is_captured: bool = False) -> Config:
+def fitting_config(config: Config, device_count: int, is_captured: bool = False) -> Config:
     """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
-    memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
-    available = memory.available(devices, is_captured)
+    memory, fewest = config.memory, config.fewest_on_each(device_count) * config.trainer.accumulation_steps
+    available = memory.available(device_count, is_captured)
     assert available is not None
     size = config.data.crop_size
-    share = share_of(config, devices)
+    share = crops_per_device(config, device_count)
 
     def peak(crops: int, side: int) -> int:
-        return needed_bytes(config, crops, side, devices, is_captured)
+        return needed_bytes(config, crops, side, device_count, is_captured)
 
     if memory.fit == "batch":
         smallest = fewest, size
-        most = training_images(config.data) // devices
+        most = training_images(config.data) // device_count
         chosen = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
     else:
         smallest = share, _SMALLEST_CROP
@@ -281,22 +290,22 @@ def fitting_config(config: Config, devices: int, is_captured: bool = False) -> C
         )
     fitted_config = deepcopy(config)
     if memory.fit == "batch":
-        fitted_config.data.crops_per_minibatch = chosen * devices
+        fitted_config.data.crops_per_minibatch = chosen * device_count
     else:
         fitted_config.data.crop_size = chosen
     return fitted_config
 
 
-def all_images(config: TrainingRun, devices: int) -> str:
+def limit_of_images(config: TrainingRun, device_count: int) -> str:
     """For messages: says so if the training images, and not memory, limit a minibatch that was fitted. Else empty."""
     if config.memory.fit != "batch":
         return ""
     images = training_images(config.data)
-    is_limited = images - config.data.crops_per_minibatch < devices
+    is_limited = images - config.data.crops_per_minibatch < device_count
     return f"; a minibatch has no more than the {images} training images" if is_limited else ""
 
 
-def fitted(config: Config) -> tuple[Config, str]:
+def fit_to_budget(config: Config) -> tuple[Config, str]:
     """The configuration to train, with `memory.fit` turned into plain numbers. A resumed run already has them.
 
     If the run will be captured, it also fits a CUDA graph. With trainer.capture=auto, where no graph would fit, the
@@ -311,46 +320,47 @@ def fitted(config: Config) -> tuple[Config, str]:
             network = network_of(config, classes_of(config.data))
         is_captured = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
     try:
-        return _fitted(config, is_captured), ""
+        return _config_within_budget(config, is_captured), ""
     except ValueError:
         if not is_captured:
             raise
-    eager = _fitted(config, is_captured=False)
+    eager = _config_within_budget(config, is_captured=False)
     because = f"memory.budget={config.memory.budget} leaves nothing for a CUDA graph"
     if config.trainer.capture is True:
         raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
     return eager, because
 
 
-def _fitted(config: Config, is_captured: bool) -> Config:
-    memory, processes = config.memory, world_size()
-    if memory.gpus not in (None, processes):
+def _config_within_budget(config: Config, is_captured: bool) -> Config:
+    """A copy that trains within `memory.budget`, captured or not; the log says why. ValueError: nothing fits."""
+    memory, process_count = config.memory, world_size()
+    if memory.gpus not in (None, process_count):
         raise ValueError(
-            f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
-            f"torchrun --nproc-per-node {memory.gpus}"
+            f"memory.gpus={memory.gpus}, but this run has {process_count} process(es): leave it out, or start as many "
+            f"with torchrun --nproc-per-node {memory.gpus}"
         )
-    available = memory.available(processes, is_captured)
+    available = memory.available(process_count, is_captured)
     if available is None:
         return config
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _of_resumed_run(config) or fitting_config(config, processes, is_captured)
+        chosen = _config_of_resumed_run(config) or fitting_config(config, process_count, is_captured)
     data = chosen.data
-    share = share_of(chosen, processes)
+    share = crops_per_device(chosen, process_count)
     if config.trainer.recompute == "budget":
-        chosen.memory, peak, sum_text = within_budget(chosen, processes, is_captured)
+        chosen.memory, peak, sum_text = memory_within_budget(chosen, process_count, is_captured)
     else:
         chosen.memory = Memory()
-        peak = step_memory(chosen, share, data.crop_size, processes).peak
+        peak = step_memory(chosen, share, data.crop_size, process_count).peak
         sum_text = size_text(available)
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
-    limit = all_images(replace(chosen, memory=memory), processes)
+    limit = limit_of_images(replace(chosen, memory=memory), process_count)
     if peak > available:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors "
-            f"{advice.on_memory(config, processes)}"
+            f"{advice.on_memory(config, process_count)}"
         )
     if device_of(config.trainer.device, key="trainer.device").type == "cpu":
         limit += "; on a CPU nothing enforces it"
@@ -361,7 +371,7 @@ def _fitted(config: Config, is_captured: bool) -> Config:
     return chosen
 
 
-def _of_resumed_run(config: Config) -> Config | None:
+def _config_of_resumed_run(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     file = Path(str(config.run_dir), "config.yaml")
     if config.resume != "auto" or not file.is_file():

@@ -1,4 +1,4 @@
-"""Open a training run: join the ranks, find data and checkpoint, open the log, look at the images."""
+"""Open a training run: join the ranks, find data and checkpoint, open the log, check the images."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from models.checkpoints.published import Normalisation
 
 
 @contextmanager
-def opened(
+def open_run(
     config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], watch: Watch | None = None
 ) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
@@ -65,25 +65,27 @@ def opened(
             doubts = _doubts(config, overrides, train_set, val_set)
             if watch is not None:
                 train_set = watch.first_images(train_set, data.crops_per_minibatch)
-            run = _agreed_run(config, world, stop, directory, train_set, val_set)
+            run = _make_run(config, world, stop, directory, train_set, val_set)
             run.watch = watch
             if run.resumed is None:
                 check_exists(config.init)
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
+            if world.first and directory.notice:
+                logger.warning(directory.notice)
             if world.first:
-                for warning in [directory.notice, *doubts] if directory.notice else doubts:
-                    logger.warning(warning)
-            _look_at_images(run, command)
+                for doubt in doubts:
+                    logger.warning(doubt)
+            _verify_and_measure_images(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
             try:
                 yield run
             except BaseException as error:
-                run.tell("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
+                run.tell_loggers("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
                 raise
-            run.tell("end", "finished")
+            run.tell_loggers("end", "finished")
 
 
 def _doubts(config: TrainingRun, overrides: list[str], train_set: Dataset, val_set: Dataset) -> list[str]:
@@ -102,10 +104,10 @@ def _doubts(config: TrainingRun, overrides: list[str], train_set: Dataset, val_s
     return doubts
 
 
-def _agreed_run(
+def _make_run(
     config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
 ) -> Run[Config, Split]:
-    """Compare the configuration of all ranks, lock the directory, compare data and checkpoint, and return the run."""
+    """The run, once all ranks have compared their configuration, data and checkpoint, and the directory is locked."""
     schedule = schedule_of(config, images=len(train_set))
     world.check_equal(
         configuration.values_but(config, "per_machine"), "start all of them with the same keys and values"
@@ -118,19 +120,21 @@ def _agreed_run(
     descriptions = {name: "; ".join([f"{len(split)} images", *split.remarks]) for name, split in splits.items()}
     resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files, descriptions)
     start_step = resumed["step"] if resumed else 0
-    of_rank = {
+    facts_of_rank = {
         **{f"{name} images": len(split) for name, split in splits.items()},
         "steps": schedule.total_steps,
         "steps in the checkpoint": start_step,
         "files": " ".join(digest[:8] for digests in files.values() for digest in digests),
     }
-    world.check_equal(of_rank, f"every machine needs the same data, and all must share the folder {directory.path}")
+    world.check_equal(
+        facts_of_rank, f"every machine needs the same data, and all must share the folder {directory.path}"
+    )
     console = make_console(world.rank)
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
-def _look_at_images(run: Run, command: str) -> None:
-    """Verify the images, measure their channels if the configuration asks for it, and write this down."""
+def _verify_and_measure_images(run: Run, command: str) -> None:
+    """Verify the images, and measure their channels if the configuration asks for it; write the configuration."""
     data = run.config.data
     _write_config(run, command)
     with run.world.first_goes_ahead() as first:

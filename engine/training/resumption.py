@@ -47,8 +47,11 @@ class Watch:
         """The first images of a split, for half of the steps: so the run has two epochs, or more."""
         return split.first(max(1, self.steps // 2) * crops)
 
-    def begin(self, run: Any, loss: Any) -> None:
-        """Note what a run (`engine.training.run.Run`) computes. It is stopped within an epoch, if that has steps."""
+    def follow_run(self, run: Any, loss: Any) -> None:
+        """Note from now on what a run (`engine.training.run.Run`) computes, and stop it within an epoch.
+
+        (An epoch of a single step has nothing within it.)
+        """
         self.run = run
         steps_per_epoch = run.schedule.steps_per_epoch
         if steps_per_epoch > 1 and self.stop % steps_per_epoch == 0:
@@ -62,7 +65,7 @@ class Watch:
         )
         learner.optimizer.register_step_post_hook(lambda *_: self.add_checksum("weights", learner.parameters))
 
-    def before_step(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
+    def note_step(self, step: int, draws: Sequence[Any], minibatch: dict) -> None:
         """Note what a step takes; ask the run to stop after it if it is the last."""
         self.step = step
         if step == self.stop:
@@ -93,7 +96,7 @@ def check(config: TrainingRun) -> None:
         raise ValueError(f"debug=resume is for one process: start {config.entry}.py by python, without torchrun")
     steps = config.trainer.resume_check
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
-        train = partial(in_fresh_interpreter, _train_and_sum, plain(config), type(config), plugins.words())
+        train = partial(run_in_fresh_interpreter, _train_for_checksums, plain(config), type(config), plugins.words())
         whole, state = train(f"{folder}/whole", Watch(steps))
         before_stop, _ = train(f"{folder}/stopped", Watch(steps, stop=max(1, steps * 3 // 4)))
         after_stop, continued_state = train(f"{folder}/stopped", Watch(steps))
@@ -128,15 +131,15 @@ def _mark_of_passing(config: TrainingRun) -> Path:
     return (cache_folder() or Path(tempfile.gettempdir())) / "resumed" / digest
 
 
-def in_fresh_interpreter(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a fork of a fresh interpreter. (A fork of a process with gradients has none.)"""
+def run_in_fresh_interpreter(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a fork of a fresh interpreter; return its result. (A fork of our process has no gradients.)"""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once for all
     with ProcessPoolExecutor(1, context) as process:
         return process.submit(function, *arguments).result()
 
 
-def _train_and_sum(
+def _train_for_checksums(
     values: dict, schema: type[TrainingRun], words: list[str], run_dir: str, watch: Watch
 ) -> tuple[Checksums, dict[str, int]]:
     """Train in silence; return checksums of the steps, and of the checkpoint's parts. ValueError: it fails."""

@@ -37,7 +37,7 @@ from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import advice, build
-from engine.training.input_scale import other_scale
+from engine.training.input_scale import ratio_of_scales
 from engine.training.learner import Learner, Rates
 from engine.training.resumption import Watch, has_passed
 from keepless import share_plans
@@ -48,7 +48,7 @@ Split = TypeVar("Split", bound=Dataset)
 
 @dataclass
 class Run(Generic[Config, Split]):
-    """A training run on one rank, made by `preparation.opened`. `learner` and `metrics` exist after `start`."""
+    """A training run on one rank, made by `preparation.open_run`. `learner` and `metrics` exist after `start`."""
 
     config: Config
     world: World
@@ -111,7 +111,7 @@ class Run(Generic[Config, Split]):
             patience=self.schedule.patience,
             wait_warning=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
-            tell=self.tell,
+            tell=self.tell_loggers,
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
         if had_ended and self.start_step < self.schedule.total_steps:
@@ -122,11 +122,12 @@ class Run(Generic[Config, Split]):
         logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         if self.config.init.format is not None:  # our own files say how images were normalised
             forward = learner.forward.with_network(learner.network)
-            ratio = other_scale(forward, self.train_set, max(self.config.data.crop()))
+            ratio = ratio_of_scales(forward, self.train_set, max(self.config.data.crop()))
             if ratio is not None and self.world.first:
                 logger.warning(advice.on_scale(self.config, ratio))
 
     def _start_loggers(self) -> None:
+        """Make the run's own loggers. ValueError, naming the logger: it fails."""
         for name, choice in self.config.logger.items():
             with plugins.errors_named(f"logger={name} cannot begin"), self._same_random_numbers():
                 config = copy.deepcopy(self.plain_config)
@@ -137,16 +138,17 @@ class Run(Generic[Config, Split]):
         if self.metrics.ends_early:
             longer = "a larger trainer.patience continues it, and null to its last step"
             place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
-            why = advice.ended_early(self.config, self.metrics)
+            why = advice.why_ended_early(self.config, self.metrics)
             logger.info(f"{place}: {why}. It is evaluated again; {longer}")
         elif self.world.first:
             self.directory.results.unlink(missing_ok=True)
 
     def _resume(self, learner: Learner, state: dict) -> None:
-        """ValueError: the checkpoint has other classes or does not fit the learner."""
-        changed = plugins.changed_since(state.get("plugins", {}))
-        if changed:
-            logger.warning(f"since {self.directory.resumed} these files of plugins have changed: {', '.join(changed)}")
+        """Load the checkpoint to resume. ValueError: it has other classes or does not fit the learner."""
+        changed_files = plugins.changed_since(state.get("plugins", {}))
+        if changed_files:
+            names = ", ".join(changed_files)
+            logger.warning(f"since {self.directory.resumed} these files of plugins have changed: {names}")
         cure = "Restore the checkpoint"
         try:
             if state["classes"] != list(self.train_set.classes):
@@ -154,10 +156,11 @@ class Run(Generic[Config, Split]):
                 raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
         except ValueError as error:
-            raise self._not_continued(error, cure) from error
+            raise self._resume_error(error, cure) from error
         self.saved = {name: state[name] for name in ("random", "parts") if name in state}
 
-    def _not_continued(self, error: ValueError, cure: str) -> ValueError:
+    def _resume_error(self, error: ValueError, cure: str) -> ValueError:
+        """An error that names the run and its checkpoint, says why the run cannot be resumed, and what to do."""
         return ValueError(
             f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
             f"{self.start_step}: {error}. {cure}, or give another run_dir to start a new run"
@@ -176,7 +179,7 @@ class Run(Generic[Config, Split]):
                     restore_states(self.parts, self.saved["parts"], self.world)
                 restore_random_states(self.saved.get("random"), self.world)
             except ValueError as error:
-                raise self._not_continued(error, "Restore the checkpoint") from error
+                raise self._resume_error(error, "Restore the checkpoint") from error
 
     def _parts(self, loss: Any, minibatches: Any) -> dict[str, Any]:
         """What may keep a state besides the network and its optimiser, by the names that messages have."""
@@ -199,7 +202,7 @@ class Run(Generic[Config, Split]):
         asks_for_batch = getattr(loss, "asks_for_batch", False)
         draws = getattr(minibatches, "batch_sampler", None)
         if self.watch is not None:
-            self.watch.begin(self, loss)
+            self.watch.follow_run(self, loss)
         for step, minibatch in enumerate(prefetched(minibatches, self.world.device), start=self.start_step + 1):
             for group in self.learner.optimizer.param_groups:
                 if not 0 <= group["lr"] < math.inf:
@@ -207,7 +210,7 @@ class Run(Generic[Config, Split]):
                     raise ValueError(f"{rate} in step {step}: expected 0 or more")
             step_draws = draws.take() if isinstance(draws, Draws) else []
             if self.watch is not None:
-                self.watch.before_step(step, step_draws, minibatch)
+                self.watch.note_step(step, step_draws, minibatch)
             if asks_for_batch:
                 minibatch |= {"step": step, "epoch": self.schedule.epoch(step)}
             yield minibatch
@@ -216,7 +219,7 @@ class Run(Generic[Config, Split]):
         """Context whose code, which is not ours, changes none of the numbers that training draws."""
         return torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else [])
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def tell_loggers(self, method: str, *arguments: Any) -> None:
         """Call a method on each of the run's own loggers that has it. Their errors are only logged.
 
         The methods are scalars(step, {name: number}), picture(step, name, uint8 (H, W, 3)), and end(status), where
@@ -284,8 +287,12 @@ class Run(Generic[Config, Split]):
         ]
         if isinstance(config, SegmentationRun):
             settings.append(f"sampler {config.sampler.name}")
-        norms = config.body.frozen_norms
-        settings.append(f"frozen {'body' if config.body.frozen else 'none' if norms == 'none' else f'norms ({norms})'}")
+        if config.body.frozen:
+            settings.append("frozen body")
+        elif config.body.frozen_norms == "none":
+            settings.append("frozen none")
+        else:
+            settings.append(f"frozen norms ({config.body.frozen_norms})")
         for group in learner.optimizer.param_groups:
             count = sum(parameter.numel() for parameter in group["params"])
             rate = group.get("initial_lr", group["lr"])
@@ -348,7 +355,7 @@ class Run(Generic[Config, Split]):
             self.directory.finish_saving()
         self.metrics.record_evaluation(step, self.schedule.epoch(step), evaluated)
         if ends_early:
-            self.metrics.end_early(step, advice.ended_early(self.config, self.metrics))
+            self.metrics.end_early(step, advice.why_ended_early(self.config, self.metrics))
         self.metrics.pause_ended()
         return evaluated
 

@@ -60,12 +60,16 @@ def _fitted_state(
         if key not in saved:
             raise ValueError(f"{name} is missing")
         value, like = saved[key], expected[key]
-        is_tensor = isinstance(like, Tensor)
-        if not (_description(value) == _description(like) if is_tensor else type(value) is type(like) or like is None):
+        if isinstance(like, Tensor):
+            fits = _description(value) == _description(like)
+        else:
+            fits = like is None or type(value) is type(like)
+        if not fits:
             raise ValueError(f"{name} is {_description(value)}; expected {_description(like)}")
-        if is_tensor:
+        if isinstance(like, Tensor):
             is_count = key == "step" and most is not None
-            if not (value.isfinite() | ~like.isfinite()).all() or (is_count and not 0 <= value <= most):
+            is_finite = bool((value.isfinite() | ~like.isfinite()).all())
+            if not is_finite or (is_count and not 0 <= value <= most):
                 limit = f", at most {most}, as the checkpoint has taken" if is_count else ""
                 raise ValueError(f"{name} is {reprlib.repr(value.tolist())}; expected finite numbers{limit}")
             state[key] = like.copy_(value)

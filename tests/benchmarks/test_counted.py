@@ -56,7 +56,7 @@ def test_the_plan_is_what_a_new_trace_gives(tmp_path, monkeypatch):
 
 def test_the_planner_is_calibrated_on_table_3():
     """Every row fits with the default keys, and none has room for many more pixels than the paper's."""
-    available = Memory(budget="12GiB").available(devices=4)
+    available = Memory(budget="12GiB").available(device_count=4)
     rows = {(row["column"], row["fit"], row["norm"]): row for row in recorded("memory_plan", "fits")}
     assert len(rows) == 16
     for (column, fit, norm), row in rows.items():

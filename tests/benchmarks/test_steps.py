@@ -33,7 +33,7 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
 
 @pytest.mark.parametrize("switch, searches", [(DEFAULT, True), ("trainer.deterministic=true", False)])
 def test_convolutions_use_the_algorithms_of_a_training(monkeypatch, switch, searches):
-    """cuDNN looks for the fastest: `engine.training.preparation.opened` says so too."""
+    """cuDNN looks for the fastest: `engine.training.preparation.open_run` says so too."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not searches)
     monkeypatch.setattr(steps, "synthetic", lambda *_: SimpleNamespace(classes=["road"]))
     monkeypatch.setattr(steps.build, "learner", Mock(side_effect=KeyboardInterrupt))

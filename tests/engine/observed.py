@@ -246,7 +246,7 @@ def of_training(config: TrainingRun) -> Counter[str]:
     note = partial(_note, lines)
     entry: Any = importlib.import_module(config.entry)
     with left_out(note) as patch:
-        patch.setattr(planner, "fitted", lambda config: (config, ""))
+        patch.setattr(planner, "fit_to_budget", lambda config: (config, ""))
         patch.setattr(preparation, "RunDirectory", lambda path: Directory(Path(path), note))
         patch.setattr(preparation, "new_run_path", lambda *_: "new")
         for name in ("check_exists", "write_file", "keep_freed_memory"):

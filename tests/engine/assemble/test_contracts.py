@@ -10,7 +10,7 @@ from torch import nn
 from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.assemble import network
-from engine.assemble.contracts import builder, imported, takes
+from engine.assemble.contracts import builder, imported, takes_argument
 from engine.assemble.network import norm_act
 from engine.schema import network as schema
 from engine.schema.classification import ClassificationRun
@@ -139,7 +139,7 @@ def test_builds_may_be_the_class_itself_and_optimisers_take_what_they_know(regis
         builds: ClassVar[type] = Sgd
 
     build = builder("optim", Own())
-    assert imported("optim", Own) is Sgd and takes(Sgd, "lr") and not takes(Sgd, "fused")
+    assert imported("optim", Own) is Sgd and takes_argument(Sgd, "lr") and not takes_argument(Sgd, "fused")
     assert build([nn.Parameter(torch.zeros(2))], lr=0.1).defaults["nesterov"]
     Own.builds = nn.Linear
     with pytest.raises(

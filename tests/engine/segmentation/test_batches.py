@@ -176,7 +176,7 @@ def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
     config = run_config(*words)
     cuda = torch.device("cuda")
     pixels = 3 * 64 * 128  # of three crops on each of two devices
-    at_once = assemble.at_once(config, cuda, processes=2)
+    at_once = assemble.at_once(config, cuda, process_count=2)
     for size, views, expected in (
         ((64, 128), WHOLE_IMAGE, (3, 1)),
         ((64, 65), WHOLE_IMAGE, (5, 1)),

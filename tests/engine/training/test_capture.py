@@ -298,7 +298,7 @@ def test_combinations_that_cannot_be_captured_are_refused(options, processes, pr
             run_config(*words)
     else:
         config = run_config(*words)
-        config.check_capture("cuda", processes=1)
+        config.check_capture("cuda", process_count=1)
         with pytest.raises(ValueError, match=message):
             config.check_capture("cuda", processes)
     config = run_config(*words, "trainer.capture=auto")
@@ -498,7 +498,7 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
             raise WAITS.with_traceback(None)
         return output.sum()
 
-    monkeypatch.setattr(capture, "_graph", record)
+    monkeypatch.setattr(capture, "_cuda_graph", record)
     captured = CapturedMicroBatches(network, ADVICE, requested=False)
     watched += map(weakref.ref, (network, captured, captured.gradients))
     captured.begin()
@@ -541,5 +541,5 @@ def test_plans_count_the_gradients_of_captured_steps_throughout(parts):
     """Gradients count once, also with two devices, where DDP would hold two copies during the second micro-batch."""
     words = ("body=resnext_tiny", "norm=std", "data.crop_size=96", f"trainer.accumulation_steps={parts}")
     config = run_config(*words, "trainer.device=cuda", "trainer.capture=true")
-    trace = planner.step_memory(config, 4, 96, devices=2)
+    trace = planner.step_memory(config, 4, 96, device_count=2)
     assert trace.at_peak["momentum"] <= trace.at_peak["gradients"] < 1.5 * trace.at_peak["momentum"]

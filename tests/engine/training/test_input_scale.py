@@ -5,7 +5,7 @@ import torch
 
 from datasets import camvid
 from engine import assemble
-from engine.training.input_scale import other_scale
+from engine.training.input_scale import ratio_of_scales
 from keepless import renew_statistics
 from tests import trees
 from tests.runs import run_config
@@ -23,6 +23,6 @@ def test_weights_for_levels_of_0_to_255_are_doubted(tmp_path, scale, doubted):
     renew_statistics(network, [forward.normalised(images)])
     network.body.mod1.conv1.weight.data *= scale
     statistics = {name: value.clone() for name, value in network.named_buffers()}
-    ratio = other_scale(forward, dataset, side=64)
+    ratio = ratio_of_scales(forward, dataset, side=64)
     assert (ratio is not None) == doubted and (ratio is None or 0.3 < ratio / scale**2 < 3)
     assert all(torch.equal(value, statistics[name]) for name, value in network.named_buffers())

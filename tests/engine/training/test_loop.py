@@ -13,7 +13,7 @@ from engine.process.distributed import World
 from engine.process.stopping import Preempted
 from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training.learner import Learner, WeightAverage
-from engine.training.loop import _explain, train_step
+from engine.training.loop import _raise_better, train_step
 from keepless import InPlaceABN
 from tests.cuda import NEEDS_CUDA, no_waits
 from tests.engine.learners import learner_of, minibatch
@@ -67,7 +67,7 @@ def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
     for error in (RuntimeError("C++ compile error"), ValueError("cannot compile")):
         expected = (Preempted, "stopped in step 3, which did not end") if requested else (type(error), str(error))
         with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")):
-            _explain(error, 3, crops, run)
+            _raise_better(error, 3, crops, run)
             raise error
 
 
@@ -76,7 +76,9 @@ def test_a_step_that_runs_out_of_memory_is_told_what_its_graph_takes(captured):
     learner = replace(learner_of(nn.Conv2d(3, 5, 1)), captured=captured)
     run = SimpleNamespace(learner=learner, config=run_config(), stop=SimpleNamespace(requested=False), world=World())
     with pytest.raises(MemoryError, match="out of memory in step 3 with 2 crops of 4x4 pixels at a time") as error:
-        _explain(torch.OutOfMemoryError("no memory"), 3, {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}, run)
+        _raise_better(
+            torch.OutOfMemoryError("no memory"), 3, {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}, run
+        )
     assert ("trainer.capture=false saves what a CUDA graph adds" in str(error.value)) is (captured is not None)
 
 

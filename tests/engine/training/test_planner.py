@@ -23,16 +23,16 @@ from tests import runs, trees
 
 def test_what_a_device_needs_leaves_its_tensors_what_they_take():
     memory = Memory(budget="10GiB")
-    for devices, tensors in ((1, 0.95 * 8.8), (4, 0.95 * 8.6)):
-        assert memory.available(devices) == pytest.approx(tensors * 2**30, abs=8)
-        assert device_memory(memory.available(devices), devices) == pytest.approx(10 * 2**30, abs=8)
+    for device_count, tensors in ((1, 0.95 * 8.8), (4, 0.95 * 8.6)):
+        assert memory.available(device_count) == pytest.approx(tensors * 2**30, abs=8)
+        assert device_memory(memory.available(device_count), device_count) == pytest.approx(10 * 2**30, abs=8)
     assert deductions(1) == "0.5GiB for CUDA, 0.7GiB for convolutions and 5% of the rest"
     assert "0.2GiB for NCCL" in deductions(4)
 
 
-def leaving(mib: float, devices: int = 1) -> str:
+def leaving(mib: float, device_count: int = 1) -> str:
     """The budget that leaves so many MiB for tensors."""
-    return f"memory.budget={-(-device_memory(round(mib * 2**20), devices) // 2**10)}KiB"
+    return f"memory.budget={-(-device_memory(round(mib * 2**20), device_count) // 2**10)}KiB"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def modelled(monkeypatch, request):
     if request.node.get_closest_marker("slow"):
         return
 
-    def step_memory(config, crops: int, crop_size: int, devices: int = 1) -> SimpleNamespace:
+    def step_memory(config, crops: int, crop_size: int, device_count: int = 1) -> SimpleNamespace:
         peak = 2**22 + crops * crop_size**2 * {"std": 300, "checkpoint": 220}.get(config.norm.name, 200)
         return SimpleNamespace(peak=peak, kept=peak, place="forward", at_peak={"activations": peak})
 
@@ -51,14 +51,14 @@ def modelled(monkeypatch, request):
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
-    (chosen, _), images = planner.fitted(config), len(cityscapes(root, "train"))
+    (chosen, _), images = planner.fit_to_budget(config), len(cityscapes(root, "train"))
     assert chosen.data.crops_per_minibatch == images
-    assert planner.fitting_config(config, devices=2).data.crops_per_minibatch == images - images % 2
-    assert planner.share_of(planned("data.crops_per_minibatch=5"), devices=2) == 3  # the largest
+    assert planner.fitting_config(config, device_count=2).data.crops_per_minibatch == images - images % 2
+    assert planner.crops_per_device(planned("data.crops_per_minibatch=5"), device_count=2) == 3  # the largest
     output = capsys.readouterr().out
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
     limit = f"; a minibatch has no more than the {images} training images"
-    assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
+    assert limit in output and planner.limit_of_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
 
 
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
@@ -77,45 +77,45 @@ def planned(*overrides: str):
 
 def test_the_least_share_of_synchronised_norms_is_one_crop():
     config = planned("norm=inplace", "norm.sync=true")
-    peaks = [planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2)]
-    config = planned(leaving(sum(peaks) / 2**21, devices=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
-    assert planner.fitting_config(config, devices=2).data.crops_per_minibatch == 2
+    peaks = [planner.step_memory(config, share, config.data.crop_size, device_count=2).peak for share in (1, 2)]
+    config = planned(leaving(sum(peaks) / 2**21, device_count=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
+    assert planner.fitting_config(config, device_count=2).data.crops_per_minibatch == 2
     with pytest.raises(ValueError, match="2 crops of .* pixels already need"):
-        planner.fitting_config(replace(config, norm=replace(config.norm, sync=False)), devices=2)
+        planner.fitting_config(replace(config, norm=replace(config.norm, sync=False)), device_count=2)
 
 
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
     budget = (leaving(8), "memory.fit=batch")
-    crops = planner.fitting_config(planned(*run, *budget), devices=1).data.crops_per_minibatch
+    crops = planner.fitting_config(planned(*run, *budget), device_count=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
     train_seg.train(runs.checked("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
     recorded = yaml.safe_load(file.read_text())
     assert recorded["data"]["crops_per_minibatch"] == crops > 2 and recorded["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
     larger = (leaving(60), "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    config, _ = planner.fitted(planned(*run, *larger))
+    config, _ = planner.fit_to_budget(planned(*run, *larger))
     assert config.data.crops_per_minibatch == crops
     # Without memory.fit nothing is taken from the run.
     plain = (leaving(60), "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    config, _ = planner.fitted(planned(*run, *plain))
+    config, _ = planner.fit_to_budget(planned(*run, *plain))
     assert config.data.crops_per_minibatch == 2
 
 
 def test_a_training_that_captures_itself_leaves_memory_for_its_graph(monkeypatch):
     """A run that is not captured, on a CPU or for another reason, has all of it."""
     fit = (leaving(46), "memory.fit=batch")
-    eager = planner.fitting_config(planned(*fit), devices=1).data.crops_per_minibatch
-    assert planner.fitted(planned(*fit))[0].data.crops_per_minibatch == eager  # on a CPU
+    eager = planner.fitting_config(planned(*fit), device_count=1).data.crops_per_minibatch
+    assert planner.fit_to_budget(planned(*fit))[0].data.crops_per_minibatch == eager  # on a CPU
     monkeypatch.setattr(planner, "device_of", lambda *_, **__: torch.device("cuda"))
     for word in ("trainer.capture=false", "trainer.profile=2", "trainer.steps=49"):
-        assert planner.fitted(planned(*fit, word))[0].data.crops_per_minibatch == eager, word
+        assert planner.fit_to_budget(planned(*fit, word))[0].data.crops_per_minibatch == eager, word
     drawing = planned(*fit, *runs.NARROW_A2, "trainer.recompute=blocks")
-    assert planner.fitted(drawing)[0].data.crops_per_minibatch == eager
-    fewer = planner.fitting_config(planned(leaving(40), "memory.fit=batch"), devices=1).data.crops_per_minibatch
+    assert planner.fit_to_budget(drawing)[0].data.crops_per_minibatch == eager
+    fewer = planner.fitting_config(planned(leaving(40), "memory.fit=batch"), device_count=1).data.crops_per_minibatch
     assert fewer < eager
     for word in ("trainer.capture=auto", "trainer.capture=true", "trainer.steps=50"):
-        chosen, because = planner.fitted(planned(*fit, word))
+        chosen, because = planner.fit_to_budget(planned(*fit, word))
         assert (chosen.data.crops_per_minibatch, because) == (fewer, ""), word
 
 
@@ -146,19 +146,19 @@ def test_a_minibatch_that_leaves_nothing_for_a_graph_is_trained_eagerly(entry, s
 )
 def test_wrong_keys_and_budgets_are_named(overrides, message):
     with pytest.raises(ValueError, match=message):
-        planner.fitted(planned(*overrides))
+        planner.fit_to_budget(planned(*overrides))
 
 
 def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
-    budget = (leaving(100, devices=2), "memory.fit=crop", "memory.gpus=2")
+    budget = (leaving(100, device_count=2), "memory.fit=crop", "memory.gpus=2")
     config = runs.checked("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
     configs = plan_memory.plan(config)
     crops = {config.data.crops_per_minibatch for config in configs.values()}
     sizes = [config.data.crop_size for config in configs.values()]
     assert [*configs] == ["std", "checkpoint", "inplace"] and len(crops) == 1 and sizes[0] < sizes[2]
     peaks = [
-        planner.needed_bytes(chosen, planner.share_of(chosen, 2), chosen.data.crop_size, 2)
+        planner.needed_bytes(chosen, planner.crops_per_device(chosen, 2), chosen.data.crop_size, 2)
         for chosen in configs.values()
     ]
     assert max(peaks) <= 100 * 2**20 + 2**10
@@ -189,12 +189,12 @@ def test_the_experiment_decides_whose_keys_are_taken():
 WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.crop_size=128")
 
 
-def within_budget(config: SegmentationRun, devices: int, patch: pytest.MonkeyPatch) -> tuple[tuple, PlannedStep]:
-    """What `planner.within_budget` returns, and the step that it plans."""
+def within_budget(config: SegmentationRun, device_count: int, patch: pytest.MonkeyPatch) -> tuple[tuple, PlannedStep]:
+    """What `planner.memory_within_budget` returns, and the step that it plans."""
     steps = []
     plan = planner.planned_step
     patch.setattr(planner, "planned_step", lambda *arguments: steps.append(plan(*arguments)) or steps[-1])
-    return planner.within_budget(config, devices), *steps
+    return planner.memory_within_budget(config, device_count), *steps
 
 
 @pytest.mark.slow
@@ -217,14 +217,14 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take(mon
 @pytest.mark.slow
 def test_ranks_choose_by_the_same_times_and_leave_room_for_buckets(monkeypatch):
     """DDP copies the sums of several micro-batches' gradients into buckets."""
-    run = (*WITHIN, leaving(30, devices=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")
+    run = (*WITHIN, leaving(30, device_count=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")
     config = planned(*run)
     with monkeypatch.context() as patch:
         patch.setattr(costs, "shortest_seconds", lambda *_: pytest.fail("each rank measures other times"))
         costs._rates.cache_clear()
         (memory, needed, _), step = within_budget(config, 2, patch)
     assert step.resident["gradients"] == 2 * step.resident["momentum"]
-    trace = planner.step_memory(replace(config, memory=memory), 4, 128, devices=2)
+    trace = planner.step_memory(replace(config, memory=memory), 4, 128, device_count=2)
     assert trace.peak <= needed
 
 
@@ -234,5 +234,5 @@ def test_a_plan_within_a_budget_is_printed(capsys, fit):
     config = runs.checked("train_seg", "run_dir=unused", *SMALL, *WITHIN, leaving(30), fit)
     configs = plan_memory.plan(config)
     assert configs
-    assert all(planner.within_budget(chosen, 1)[1] <= 30 * 2**20 + 2**10 for chosen in configs.values())
+    assert all(planner.memory_within_budget(chosen, 1)[1] <= 30 * 2**20 + 2**10 for chosen in configs.values())
     assert "trainer.recompute=budget: 30.0 MiB less" in capsys.readouterr().out

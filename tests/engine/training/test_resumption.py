@@ -173,12 +173,12 @@ OWN = (
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch) -> Iterator[None]:
     """The choices; trainings are compared in this process, as a fresh one takes seconds."""
-    monkeypatch.setattr(resumption, "in_fresh_interpreter", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(resumption, "run_in_fresh_interpreter", lambda function, *arguments: function(*arguments))
     with registered(OWN):
         yield
 
 
-FRESH = resumption.in_fresh_interpreter
+FRESH = resumption.run_in_fresh_interpreter
 SMALL = ("head.out_channels=8", "head.hidden_channels=8", "data.crop_size=32", "trainer.pictures=0")
 SMALL += ("trainer.evaluate_images=1", "trainer.resume_check=8", "trainer.log_every_steps=1")
 
@@ -242,7 +242,7 @@ class Failing(Augmentation):
 
 
 def test_each_training_has_a_fresh_interpreter_which_loads_plugins_and_says_what_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(resumption, "in_fresh_interpreter", FRESH)
+    monkeypatch.setattr(resumption, "run_in_fresh_interpreter", FRESH)
     (tmp_path / "failing_own.py").write_text(FAILING)
     monkeypatch.setattr(sys, "path", [*sys.path])
     plugins.load([f"plugins=[{tmp_path}/failing_own.py]"], keys.CHOICES)

@@ -15,7 +15,7 @@ from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
 from engine.schema.training import Trainer
 from engine.training import advice
-from engine.training.preparation import opened
+from engine.training.preparation import open_run
 from engine.training.run import Run
 from tests import trees
 from tests.engine.learners import learner_of
@@ -35,20 +35,20 @@ def test_an_experiment_of_a_trained_body_warns_without_weights(tmp_path, monkeyp
     config = run_config(*SHORT, f"run_dir={tmp_path}", "data.verify=false", *overrides)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.pt").touch()
-    with opened(config, f"python train_seg.py experiment={experiment} norm=std", assemble.labelled_splits):
+    with open_run(config, f"python train_seg.py experiment={experiment} norm=std", assemble.labelled_splits):
         pass
     log = (tmp_path / "log.txt").read_text()
     assert (f"experiment={experiment} starts from a pretrained backbone, and this run from random" in log) == warned
 
 
 def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.training.run.other_scale", lambda *_: 9e3)
+    monkeypatch.setattr("engine.training.run.ratio_of_scales", lambda *_: 9e3)
     weights = tmp_path / "net.pt"
     small = ("norm=std", "norm.backend=eager", "data.verify=false", "trainer.device=cpu")
     config = run_config(*SHORT, *small, f"run_dir={tmp_path}/run", f"init.weights={weights}", "init.format=standard_bn")
     network = assemble.network_of(config, 19)
     torch.save(network.state_dict(), weights)
-    with opened(config, "train_seg.py", assemble.labelled_splits) as run:
+    with open_run(config, "train_seg.py", assemble.labelled_splits) as run:
         run.start(lambda: network)
     assert "the first norm sees 9.0e+03 times the variance" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -58,7 +58,7 @@ def test_the_log_counts_the_files_that_each_split_leaves_out(tmp_path):
     (root / "train/images/a/half.png.part").touch()
     next((root / "val/images/b").iterdir()).unlink()
     config = run_config(*SHORT, "data=folder", f"data.root={root}", f"run_dir={tmp_path}/run", "data.verify=false")
-    with opened(config, "train_seg.py", assemble.labelled_splits):
+    with open_run(config, "train_seg.py", assemble.labelled_splits):
         log = (tmp_path / "run" / "log.txt").read_text()
     left_out = [
         f"training split train: left out 1 files that are not read as images, such as {root}/train/images/a/half.png",
@@ -76,7 +76,7 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
     config = run_config(*SHORT, f"run_dir={tmp_path}/run", f"init.weights={tmp_path}/start")
     instead = "is a folder without checkpoints/last.pt" if is_folder else "does not exist"
     with pytest.raises(ValueError, match=f"^init.weights={tmp_path}/start {instead}: expected a file of weights"):
-        with opened(config, "train_seg.py", assemble.labelled_splits) as run:
+        with open_run(config, "train_seg.py", assemble.labelled_splits) as run:
             run.start(lambda: assemble.network_of(config, 19))
 
 
@@ -86,7 +86,7 @@ def test_a_logger_that_fails_is_named_and_the_others_and_the_run_go_on(method, p
     warnings = []
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=warnings.append))
     bad, good = (SimpleNamespace(**{method: call}) for call in (Mock(side_effect=problem), received.append))
-    Run.tell(MagicMock(loggers={"bad": bad, "good": good}), method, "finished")
+    Run.tell_loggers(MagicMock(loggers={"bad": bad, "good": good}), method, "finished")
     assert received == ["finished"] and warnings == [f"logger=bad: {type(problem).__name__}: {problem}"]
 
 
@@ -96,7 +96,7 @@ def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
     monkeypatch.setattr("engine.training.run.SECONDS_TO_END", 0.01)
     monkeypatch.setattr("engine.training.run.logger", SimpleNamespace(warning=warnings.append))
     endless = SimpleNamespace(end=lambda status: threading.Event().wait())
-    Run.tell(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=received.append)}), "end", "finished")
+    Run.tell_loggers(MagicMock(loggers={"stuck": endless, "good": MagicMock(end=received.append)}), "end", "finished")
     assert received == ["finished"] and warnings == ["logger=stuck: TimeoutError: did not return within 0.01 s"]
 
 
@@ -159,13 +159,13 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
     row = "python train_seg.py experiment=camvid_table3/std"
     for number, (command, extra) in enumerate([("train_seg.py", ()), (row, ("data.incomplete=true",))]):
         config = run_config(*words, f"run_dir={tmp_path}/{number}", *extra)
-        with opened(config, command, assemble.labelled_splits):
+        with open_run(config, command, assemble.labelled_splits):
             log = (tmp_path / f"{number}" / "log.txt").read_text()
         assert log.count("data.train_split=train has 6 of the 367 images of camvid") == 1
     with pytest.raises(
         ValueError, match="^experiment=camvid_table3/std is a row of a paper, but data.train_split=train has 6 "
     ):
-        with opened(run_config(*words, f"run_dir={tmp_path}/row"), row, assemble.labelled_splits):
+        with open_run(run_config(*words, f"run_dir={tmp_path}/row"), row, assemble.labelled_splits):
             pass
 
 

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from engine.process.distributed import World, data_parallel
 from engine.training import planner
 from engine.training.loop import accumulate_gradients
-from engine.training.planner import FakeTensors, fake_step, step_memory, update
+from engine.training.planner import FakeTensors, fake_step, step_memory, take_optimizer_step
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
@@ -31,7 +31,7 @@ def tracked(config) -> dict[str, int]:
         tracker.track_external(learner.network, learner.optimizer, minibatch["image"], minibatch["label"])
         with tracker:
             accumulate_gradients(learner, loss, minibatch, CROPS, World())
-            update(learner)
+            take_optimizer_step(learner)
     (of_device,) = tracker.get_tracker_snapshot("peak").values()
     return {getattr(kind, "value", kind): size for kind, size in of_device.items()}
 
@@ -112,7 +112,7 @@ def test_memory_inside_operators_is_under_a_tenth(norm):
     def step() -> None:
         learner.optimizer.zero_grad()
         accumulate_gradients(learner, loss, minibatch, 4, World())
-        update(learner)
+        take_optimizer_step(learner)
 
     step()
     learner.optimizer.zero_grad()
@@ -138,7 +138,7 @@ def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
 def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
     """The real step is of one process in a group of one, in which DDP has the same buckets."""
     config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
-    trace = step_memory(config, CROPS, SIZE, devices=2)
+    trace = step_memory(config, CROPS, SIZE, device_count=2)
     learner, loss, minibatch, resident = fake_step(config, CROPS, SIZE)
 
     def step() -> None:
