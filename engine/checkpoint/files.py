@@ -100,7 +100,7 @@ def write_alone(path: Path, content: dict) -> None:
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     if path.suffix == torch_files.SAFETENSORS:
-        encoded = torch_files.as_safetensors(content, _ALONE)
+        encoded = torch_files.safetensors_bytes(content, _ALONE)
         write = lambda file: file.write(encoded)  # noqa: E731
     else:
         content = OrderedDict(content)

@@ -18,7 +18,14 @@ from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, state_dict_in, unwrapped
-from models.checkpoints.published import IMAGENET, PUBLISHED, Normalisation, downloaded, timm_metadata, timm_tags
+from models.checkpoints.published import (
+    IMAGENET,
+    PUBLISHED,
+    Normalisation,
+    downloaded_file,
+    stated_normalisation,
+    timm_tags,
+)
 from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision
 
 
@@ -86,7 +93,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     assert init.weights is not None
     if init.weights == PUBLISHED:
         assert isinstance(config.body, TorchvisionBody), "TrainingRun.check requires it"
-        path = downloaded(config.body.name, config.body.network)
+        path = downloaded_file(config.body.name, config.body.network)
     else:
         path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
@@ -202,7 +209,7 @@ def _weights_in_state_dict(path: Path, name: str, format: str, network: nn.Modul
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, name_remarks = from_library(tensors, body.state_dict(), body.left_out)
-        recorded_normalisation = timm_metadata(path, content) if format == "timm" else None
+        recorded_normalisation = stated_normalisation(path, content) if format == "timm" else None
         if format == "timm" and recorded_normalisation is None and config.init.weights != PUBLISHED:
             recorded_normalisation = _normalisation_of_tags(name, config)
         normalisation = recorded_normalisation or config.body.normalisation()

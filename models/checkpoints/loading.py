@@ -76,20 +76,20 @@ def load_by_name(
     ValueError: the tensors do not fit; the network is unchanged.
     """
     state = network.state_dict()
-    tensors, spread = _spread(state, _named_as_in(state, tensors), channels)
+    tensors, spread_remarks = _spread_over_channels(state, _named_as_in(state, tensors), channels)
     reasons = {key: _reason_to_skip(key, tensor, state) or skip(key, tensor) for key, tensor in tensors.items()}
     skipped = {key: reason for key, reason in reasons.items() if reason is not None}
     loaded = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
     new = [key for key in state if key not in loaded]
-    with_head = any(key.startswith("head.") for key in loaded)
+    has_head = any(key.startswith("head.") for key in loaded)
     misfits = [f"{key} has no place in the network" for key in loaded if key not in state]
     for key, tensor in loaded.items():
         if key in state and state[key].shape != tensor.shape:
-            misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(state[key])} in the network")
+            misfits.append(f"{key} is {_shape_text(tensor)} in the file and {_shape_text(state[key])} in the network")
     # The counts are used only without momentum; older programs did not save them.
     required = (
-        key for key in new if is_of_body(key) or (with_head and key.startswith("head.") and not is_auxiliary(key))
+        key for key in new if is_of_body(key) or (has_head and key.startswith("head.") and not is_auxiliary(key))
     )
     misfits += [f"{key} is not in the file" for key in required if not key.endswith("num_batches_tracked")]
     if misfits:
@@ -101,7 +101,7 @@ def load_by_name(
             f"give an earlier checkpoint, or copy it again"
         )
     network.load_state_dict({**state, **loaded})
-    return Loaded(source, list(loaded), skipped, new, (*remarks, *spread))
+    return Loaded(source, list(loaded), skipped, new, (*remarks, *spread_remarks))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -128,7 +128,7 @@ def state_dict_in(content: object) -> tuple[object, tuple[str, ...]]:
         average = _state_dict_below(value) or {}  # none if it is a list
         if "steps" in average:  # mmengine's counter; it stores the EMA weights as state_dict
             return raw, ("EMA weights, as mmengine stores them in state_dict",)
-        missing = {*map(_plain, _state_dict_below(raw) or {})} - {*map(_plain, average)}
+        missing = {*map(_without_wrappers, _state_dict_below(raw) or {})} - {*map(_without_wrappers, average)}
         missing = {name for name in missing if not name.endswith("num_batches_tracked")}
         if average and not missing:
             return average, (f"EMA weights, of {key}",)
@@ -151,7 +151,7 @@ def _state_dict_below(value: object) -> Mapping[str, Tensor] | None:
     )
 
 
-def _plain(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     """A tensor's name without wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -228,7 +228,7 @@ def _named_as_in(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
     return dict(tensors)
 
 
-def _spread(
+def _spread_over_channels(
     state: Mapping[str, Tensor], tensors: dict[str, Tensor], channels: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Spread a convolution of three input channels over those of the network's, as timm does. Returns remarks too.
@@ -236,20 +236,22 @@ def _spread(
     The three are repeated, cut to the number, and times 3 / number. One channel gets their sum: gray images give what
     they give as RGB.
     """
-    of_images = []
-    for name, tensor in tensors.items() if channels != 3 else ():
-        expected = (*tensor.shape[:1], channels, *tensor.shape[2:])  # (out, channels, h, w)
-        if tensor.ndim == 4 and tensor.shape[1] == 3 and name in state and state[name].shape == expected:
-            of_images.append(name)
-    for name in of_images:
-        weights = tensors[name]
+    if channels == 3:
+        return tensors, ()
+    how = "one is their sum" if channels == 1 else f"repeated, times 3/{channels}"
+    spread = dict(tensors)
+    remarks: tuple[str, ...] = ()
+    for name, weights in tensors.items():
+        expected = (*weights.shape[:1], channels, *weights.shape[2:])  # (out, channels, h, w)
+        if weights.ndim != 4 or weights.shape[1] != 3 or name not in state or state[name].shape != expected:
+            continue
         if channels == 1:
-            tensors[name] = weights.sum(dim=1, keepdim=True)
+            spread[name] = weights.sum(dim=1, keepdim=True)
         else:
             repeated = weights.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
-            tensors[name] = (repeated * (3 / channels)).to(weights.dtype)
-    how = "one is their sum" if channels == 1 else f"repeated, times 3/{channels}"
-    return tensors, tuple(f"{name}: the weights of 3 channels are spread over {channels} ({how})" for name in of_images)
+            spread[name] = (repeated * (3 / channels)).to(weights.dtype)
+        remarks += (f"{name}: the weights of 3 channels are spread over {channels} ({how})",)
+    return spread, remarks
 
 
 def _has_body(names: Mapping[str, Tensor]) -> bool:
@@ -272,5 +274,5 @@ def _reason_to_skip(name: str, tensor: Tensor, state: Mapping[str, Tensor]) -> s
     return None
 
 
-def _shape(tensor: Tensor) -> str:
+def _shape_text(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"

@@ -49,7 +49,7 @@ def timm_tags(network: str) -> dict[Normalisation, list[str]]:
     return tags
 
 
-def timm_metadata(path: Path, content: object) -> Normalisation | None:
+def stated_normalisation(path: Path, content: object) -> Normalisation | None:
     """The normalisation that a file states: its header, or a config.json beside it, or a timm training's arguments.
 
     ValueError: what they state is none.
@@ -62,23 +62,28 @@ def timm_metadata(path: Path, content: object) -> Normalisation | None:
         config_path = path.parent / "config.json"
         statement = json.loads(config_path.read_text("utf-8"))["pretrained_cfg"]
         source = config_path
-    texts: dict[str, Any] = {}
-    if path.suffix == SAFETENSORS:
-        with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
-            texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
-            texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
+    header = _header_of(path) if path.suffix == SAFETENSORS else {}
     metadata: dict[str, Any] = {}
-    for values in (statement, texts, texts.get("pretrained_cfg", {})):
+    for values in (statement, header, header.get("pretrained_cfg", {})):
         if not isinstance(values, dict):
             raise ValueError(f"{source}: pretrained_cfg={values}: expected a mapping with mean and std")
         metadata |= values
     if {"mean", "std"} & metadata.keys():
-        mean, std = (_of_channels(source, key, metadata.get(key)) for key in Normalisation._fields)
+        mean, std = (_channel_numbers(source, key, metadata.get(key)) for key in Normalisation._fields)
         return Normalisation(mean, std)
     return timm_normalisation(str(metadata["model"])) if "." in str(metadata.get("model", "")) else None
 
 
-def _of_channels(source: Path, key: str, values: Any) -> tuple[float, ...]:
+def _header_of(path: Path) -> dict[str, Any]:
+    """What the header of a file of safetensors states; nothing if it is damaged."""
+    texts: dict[str, Any] = {}
+    with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
+        texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+        texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
+    return texts
+
+
+def _channel_numbers(source: Path, key: str, values: Any) -> tuple[float, ...]:
     """Numbers that a file states for the channels. ValueError: they are none, or a deviation is not above 0."""
     numbers = values if isinstance(values, list | tuple) else ()
     least = 0 if key == "mean" else sys.float_info.min
@@ -88,7 +93,7 @@ def _of_channels(source: Path, key: str, values: Any) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-def downloaded(library: str, network: str) -> Path:
+def downloaded_file(library: str, network: str) -> Path:
     """The file of a network's default weights, in PyTorch's or Hugging Face's folder; downloaded if it is not there.
 
     ValueError: there are no such weights, or they cannot be downloaded.

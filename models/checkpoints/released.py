@@ -107,34 +107,34 @@ def weights_in(
             f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
             f"its standard layers (scale weight)"
         )
-    counters = [tensor for tensor in tensors if tensor.endswith("num_batches_tracked")]
+    counters = [tensor_name for tensor_name in tensors if tensor_name.endswith("num_batches_tracked")]
     if used_scale == "released" and counters:
         raise ValueError(
             f"{name} has {listed(counters)}, which the release's in-place layers lack: give {key}=raw if it is of a "
             f"network with standard batch normalisation"
         )
     meaning = "|weight| + eps" if used_scale == "released" else "weight"
-    why = f"it is {released}" if released else f"as {key} says" if scale else "the default for other files"
+    if released is not None:
+        why = f"it is {released}"
+    else:
+        why = "the default for other files" if scale is None else f"as {key} says"
     remark = f"norms scale by {meaning} ({used_scale}): {why}"
     return ReleasedWeights(tensors, used_scale, (remark, *name_remarks))
 
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of either layout under our names, and remarks about them. ValueError for another layout."""
-    state, average_remarks = state_dict_in(content)
-    remarks = dict.fromkeys(average_remarks)  # each once
-
-    def renamed(tensors: Mapping) -> dict[str, Tensor]:
-        """Names without wrappers' prefixes (the release writes module.) and without the old level."""
-        unprefixed = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
-        names, wrapper_remarks = unwrapped(unprefixed, PARTS)
-        remarks.update(dict.fromkeys(wrapper_remarks))
-        return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
-
+    state, remarks = state_dict_in(content)
     if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
-        state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in renamed(state[part]).items()}
+        tensors: dict[str, Tensor] = {}
+        for part in PARTS:
+            part_tensors, part_remarks = _under_our_names(state[part])
+            tensors |= {f"{part}.{key}": tensor for key, tensor in part_tensors.items()}
+            remarks += part_remarks
+        state = tensors
     elif isinstance(state, Mapping):
-        state = renamed(state)
+        state, name_remarks = _under_our_names(state)
+        remarks += name_remarks
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         actual = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise ValueError(
@@ -145,7 +145,14 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
         architecture_of(body_of(state))
     except ValueError as error:
         raise ValueError(f"{name} is not of a network of the release: {error}") from error
-    return state, [*remarks]
+    return state, list(dict.fromkeys(remarks))  # each once
+
+
+def _under_our_names(tensors: Mapping) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Names without wrappers' prefixes (the release writes module.) and without the old level; and remarks."""
+    unprefixed = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+    names, remarks = unwrapped(unprefixed, PARTS)
+    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}, remarks
 
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

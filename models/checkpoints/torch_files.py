@@ -28,7 +28,7 @@ def safetensors_for(name: str) -> Any:
     return safetensors
 
 
-def as_safetensors(content: Mapping[str, Any], written_by: str) -> bytes:
+def safetensors_bytes(content: Mapping[str, Any], written_by: str) -> bytes:
     """A file of a state dict, or of a checkpoint: its network by name, all that is no tensor in the metadata."""
     metadata = {"format": "pt", "written_by": written_by}
     tensors = {**content}
@@ -41,8 +41,8 @@ def as_safetensors(content: Mapping[str, Any], written_by: str) -> bytes:
     return safetensors_for(f"a file of {SAFETENSORS}").torch.save(copies, metadata)
 
 
-def _of_safetensors(path: Path, package: Any) -> dict[str, Any]:
-    """The tensors in a file, or the checkpoint that `as_safetensors` made of it."""
+def _read_safetensors(path: Path, package: Any) -> dict[str, Any]:
+    """The tensors in a file, or the checkpoint that `safetensors_bytes` made of it."""
     with package.safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() or {}
@@ -66,7 +66,7 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     package = safetensors_for(name) if path.suffix == SAFETENSORS else None
     try:
         if package is not None:
-            return _of_safetensors(path, package)
+            return _read_safetensors(path, package)
         with open(path, "rb") as file:
             has_checksums = file.read(2) == b"PK"
         if has_checksums:
@@ -74,23 +74,25 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise almost anything
-        kind = _other_kind(path)
-        if kind:
-            raise ValueError(f"{name} is {kind}, not a checkpoint: expected {expected}") from error
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and match:
-            raise ValueError(
-                f"{name} contains more than tensors and plain containers ({match[1]}): not loaded, because it could "
-                f"run code. If you trust it, load it once with torch.load(FILE, weights_only=False) and save only its "
-                f"tensors"
-            ) from error
+        raise ValueError(f"{name} {_problem_of_file(path, error, expected, if_damaged)}") from error
+
+
+def _problem_of_file(path: Path, error: Exception, expected: str, if_damaged: str) -> str:
+    """The end of a message that begins with the name of a file, which raised an error while it was read."""
+    kind = _other_kind(path)
+    if kind:
+        return f"is {kind}, not a checkpoint: expected {expected}"
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and match:
+        return (
+            f"contains more than tensors and plain containers ({match[1]}): not loaded, because it could run code. If "
+            f"you trust it, load it once with torch.load(FILE, weights_only=False) and save only its tensors"
+        )
+    reason = str(error)
+    if not isinstance(error, ValueError):
         with open(path, "rb") as file:
-            reason = (
-                error if isinstance(error, ValueError) else f"{type(error).__name__}; begins with {file.read(16)!r}"
-            )
-        raise ValueError(
-            f"{name} is damaged, or no file of torch.save ({reason}): expected {expected}; {if_damaged}"
-        ) from error
+            reason = f"{type(error).__name__}; begins with {file.read(16)!r}"
+    return f"is damaged, or no file of torch.save ({reason}): expected {expected}; {if_damaged}"
 
 
 def _other_kind(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import assemble
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.bodies import LibraryBody, timm_body, torchvision_body
-from models.checkpoints.published import IMAGENET, timm_metadata, timm_tags
+from models.checkpoints.published import IMAGENET, stated_normalisation, timm_tags
 from models.checkpoints.torchvision_names import from_library
 from models.recomputation import RECOMPUTE, choose_recomputation
 from tests.bodies import trained
@@ -349,7 +349,7 @@ def test_maps_whose_channels_are_last_become_features_as_heads_read_them():
 def test_a_config_json_of_timm_that_states_no_normalisation_is_named(tmp_path, stated, problem):
     (tmp_path / "config.json").write_text(f'{{"pretrained_cfg": {stated}}}')
     with pytest.raises(ValueError, match=f"^{tmp_path}/config.json:? {problem}"):
-        timm_metadata(tmp_path / "model.safetensors", {})
+        stated_normalisation(tmp_path / "model.safetensors", {})
 
 
 def test_weights_of_timm_are_named_with_their_tag_and_normalise_unless_told(tmp_path):
@@ -367,10 +367,10 @@ def test_weights_of_timm_are_named_with_their_tag_and_normalise_unless_told(tmp_
         timm_body(network="resnet34.layer3")
     assert {len(tags) for tags in timm_tags("resnet34").values()} == {6, 1} and timm_tags(name) == {}
     stated = {"args": Namespace(model=name, mean=None, std=None)}
-    assert timm_metadata(tmp_path / "a.pth", stated).mean == (0.5, 0.5, 0.5)
-    assert timm_metadata(tmp_path / "a.pth", {}) is None
+    assert stated_normalisation(tmp_path / "a.pth", stated).mean == (0.5, 0.5, 0.5)
+    assert stated_normalisation(tmp_path / "a.pth", {}) is None
     (tmp_path / "config.json").write_text('{"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1]}}')
-    assert timm_metadata(tmp_path / "model.safetensors", {}).mean == (0.1, 0.2, 0.3)
+    assert stated_normalisation(tmp_path / "model.safetensors", {}).mean == (0.1, 0.2, 0.3)
 
 
 def test_without_timm_its_body_says_how_to_install_it(monkeypatch):
