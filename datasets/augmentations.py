@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.class_table import IGNORED, ranges
+from datasets.class_table import IGNORED, ranges_text
 
 _STREAM = 3  # of random numbers; samplers and images in memory have 0 to 2
 _FURTHER_STREAM = 4  # that draws further crops
@@ -96,7 +96,7 @@ def _check_ids(name: str, label: np.ndarray, classes: int) -> None:
     foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
     if foreign_ids.size:
         raise ValueError(
-            f"augmentations={name} returned a label with the ids {ranges(foreign_ids.tolist())}: expected "
+            f"augmentations={name} returned a label with the ids {ranges_text(foreign_ids.tolist())}: expected "
             f"classes from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
         )
 

@@ -61,8 +61,8 @@ class Palettes:
         plain = f" ({self.plain_labels} others have none)" if self.plain_labels else ""
         return (
             f"{self.gray_labels} labels have palettes of grays, such as {readable(self.first_gray)}{plain}: their "
-            f"indices {ranges(self.grays)} count, not the grays {ranges({*self.grays.values()})}; if the grays are "
-            f"meant, save gray PNGs without palettes"
+            f"indices {ranges_text(self.grays)} count, not the grays {ranges_text({*self.grays.values()})}; "
+            f"if the grays are meant, save gray PNGs without palettes"
         )
 
     def grays_fit(self, table: "ClassTable") -> bool:
@@ -139,7 +139,7 @@ class ClassTable:
             ending = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
             raise UnknownIds(
                 f"contains the ids {', '.join(map(str, foreign[:8]))}{ending}, which are not in the class table; "
-                f"expected only {ranges(self.label_ids)}"
+                f"expected only {ranges_text(self.label_ids)}"
             )
         return mapped
 
@@ -170,12 +170,14 @@ class ClassTable:
             low = values - {IGNORED}  # train ids: most of them, and perhaps one more for void
             foreign = low - {*ids, *self.ignored}
             if foreign and max(low) <= class_count <= max(ids) and 2 * len(low) >= class_count:
-                doubts[-1] += f". They hold {ranges(values)}, which look like train ids; expected {ranges(ids)}"
+                doubts[-1] += (
+                    f". They hold {ranges_text(values)}, which look like train ids; expected {ranges_text(ids)}"
+                )
         ignored = sorted(values - {*ids, *self.ignored})
         share = pixels[ignored].sum() / max(1, int(pixels.sum()))
         if share > 0.5:
             doubts.append(
-                f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}"
+                f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges_text(ignored)}"
             )
         return doubts
 
@@ -206,8 +208,8 @@ def distinct_colours(count: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)
 
 
-def ranges(values: Iterable[int]) -> str:
-    """{0, 1, 2, 5} -> "0-2, 5"."""
+def ranges_text(values: Iterable[int]) -> str:
+    """The text of integers with runs as ranges: {0, 1, 2, 5} -> "0-2, 5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

@@ -36,7 +36,7 @@ from rich.console import Console
 from datasets import channels as of_channels
 from datasets import reading_errors
 from datasets.class_list import CLASSES, TRAINED, lookalikes
-from datasets.class_table import Palettes, ranges
+from datasets.class_table import Palettes, ranges_text
 from datasets.file_list import readable
 from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, palette_fix
 from datasets.label_names import LabelNames
@@ -377,14 +377,17 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
     """What may be wrong with the classes."""
     unseen = [number for number in range(max(ids)) if number not in ids and number not in ignored]
     if unseen:
-        yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}"
+        yield f"ids that occur nowhere, and are ignored: {ranges_text(unseen)}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     share = sum(left_out.values()) / pixels.total()
     if share > 0.5:
-        yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
+        yield (
+            f"{share:.0%} of the pixels have the ignored id {ranges_text(left_out)}: "
+            f"if it is a class, give ignored=null"
+        )
     similar = sorted(lookalikes({number: colour for number, colour in ids.items() if colour}))
     if similar:
-        yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
+        yield f"the colours of the classes {ranges_text(similar)} can hardly be told apart: pictures show others"
 
 
 def classes_text(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
