@@ -308,36 +308,50 @@ def _look_at(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
     seen = _Seen(dataset.path(index))
     if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
-        seen.attempt(_UNREADABLE, _look_at_sample, dataset, index, seen)
+        seen.attempt(_UNREADABLE, _note_sample, dataset, index, seen)
         return seen
     file = seen.attempt(_UNREADABLE, restorable()(read), seen.path, dataset.turned, dataset.channels)
     if file is not None:
-        _look_at_image(dataset, decode, index, file, seen)
+        _note_image(dataset, decode, index, file, seen)
     if isinstance(dataset, SegmentationDataset):
-        _look_at_label(dataset, index, file, seen)
+        _note_label(dataset, index, file, seen)
     return seen
 
 
-def _look_at_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _Seen) -> None:
+def _note_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _Seen) -> None:
+    """Fill in `digest`, `size`, `used`, and `notes` on pages and channels.
+
+    `used` and the note on channels: only with `decode`, or for one of the images that are decoded for their levels.
+    """
     channels = dataset.channels
-    content = seen.attempt(_UNREADABLE, seen.path.read_bytes) if file.format == "array" else file.data
-    seen.digest = digest(content) if content else 0
+    seen.digest = seen.attempt(_UNREADABLE, _digest_of, seen.path, file) or 0
     page_count = of_channels.pages_if_one_is_read(file, channels)
     if page_count > 1:
         seen.notes["pages"] = page_count
-    every_pixel = decode or isinstance(dataset, ClassificationDataset)
-    seen.size = seen.attempt(_UNREADABLE, restorable()(_image_size), file, dataset.turned, every_pixel, channels)
-    is_sample = is_decoded(index, len(dataset))
-    if seen.size is None or not (decode or is_sample):
+    decodes_all_pixels = decode or isinstance(dataset, ClassificationDataset)
+    seen.size = seen.attempt(_UNREADABLE, restorable()(_image_size), file, dataset.turned, decodes_all_pixels, channels)
+    is_level_sample = is_decoded(index, len(dataset))
+    if seen.size is None or not (decode or is_level_sample):
         return
-    seen.used = seen.attempt(_UNREADABLE, use_of, file, dataset.turned, channels, dataset.range16, is_sample)
+    seen.used = seen.attempt(_UNREADABLE, use_of, file, dataset.turned, channels, dataset.range16, is_level_sample)
     if dataset.channels_key is not None and channels == COLOURS and page_count == 1:
-        channel_count = of_channels.further_channels(file)
-        if channel_count:
-            seen.notes["channels"] = channel_count
+        _note_channels(file, seen)
 
 
-def _look_at_label(dataset: SegmentationDataset, index: int, file: Stored | None, seen: _Seen) -> None:
+def _digest_of(path: Path, file: Stored) -> int:
+    """`digest` of an image file; 0 if it is empty."""
+    content = path.read_bytes() if file.format == "array" else file.data  # of an array, it may be only the beginning
+    return digest(content) if content else 0
+
+
+def _note_channels(file: Stored, seen: _Seen) -> None:
+    """Note the number of channels of an image if reading it as RGB loses one that varies."""
+    channel_count = of_channels.further_channels(file)
+    if channel_count:
+        seen.notes["channels"] = channel_count
+
+
+def _note_label(dataset: SegmentationDataset, index: int, file: Stored | None, seen: _Seen) -> None:
     """`file`: the image's, whose size is compared; None if it cannot be read."""
     entry = dataset.files[index]
     label = None if entry.label is None else seen.attempt("unreadable label", dataset.raw_label, index)
@@ -356,7 +370,7 @@ def _look_at_label(dataset: SegmentationDataset, index: int, file: Stored | None
         seen.notes["turned"] = 1  # and its size does not say whether its label is, too
 
 
-def _look_at_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
+def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
     """Note what a sample holds that a dataset makes itself. ValueError: image and label differ in size."""
     image, label, _ = dataset[index]
     seen.digest = digest(np.ascontiguousarray(image))
