@@ -51,8 +51,9 @@ class TrainingTransform:
         pixel: tuple[int, int] | None = None,
         class_id: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """image uint8 (H, W, C), label uint8 (H, W) -> image uint8 (h, w, C), label uint8 (h, w), both contiguous.
+        """Draw a crop and its label.
 
+        image uint8 (H, W, C), label uint8 (H, W) -> image uint8 (h, w, C), label uint8 (h, w), both contiguous.
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
         class. An image that shrinks may lose all pixels of a class. The centre of `pixel` then lies in one pixel of the
         crop, and `class_id` is written there. `image` and `label` are sliced once each, the label again if it lost the
@@ -70,17 +71,9 @@ class TrainingTransform:
             antialias=self.antialias,
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
-            y, x = pixel
-            row, column = map(scaled_pixel, pixel, (height, width), scaled_size)
-            if label[y : y + 1, x : x + 1] != class_id:
-                raise LookupError(f"its label has another class than {class_id} there")
-            label_crop[row - offset[0], column - offset[1]] = class_id
+            _write_back_class(label_crop, label, pixel, class_id, scaled_size, offset)
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
-            top, left = (max(0, -start) for start in offset)
-            bottom, right = (size - start for size, start in zip(scaled_size, offset, strict=True))
-            covered = image_crop[top:bottom, left:right]  # without the padding
-            pixels = torch.from_numpy(covered).permute(2, 0, 1)
-            covered[:] = seeded(self.colour_jitter, pixels, int(rng.integers(2**63))).permute(1, 2, 0).numpy()
+            _jitter_colours(image_crop, self.colour_jitter, int(rng.integers(2**63)), scaled_size, offset)
         if mirrored:
             image_crop = _with_channels(cv2.flip(image_crop, 1))
             label_crop = cv2.flip(label_crop, 1)
@@ -98,6 +91,37 @@ class TrainingTransform:
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
         )
         return scaled_size, (top, left), mirrored
+
+
+def _write_back_class(
+    label_crop: np.ndarray,
+    label: Pixels,
+    pixel: tuple[int, int],
+    class_id: int,
+    scaled_size: tuple[int, int],
+    offset: tuple[int, int],
+) -> None:
+    """Write the class of `pixel` (row, column) of `label` into a crop of it, which has lost the class by shrinking.
+
+    `offset`: (top, left) of the crop in the label at `scaled_size`. LookupError: the pixel has another class.
+    """
+    y, x = pixel
+    if label[y : y + 1, x : x + 1] != class_id:
+        raise LookupError(f"its label has another class than {class_id} there")
+    height, width = label.shape[:2]
+    row, column = map(scaled_pixel, pixel, (height, width), scaled_size)
+    label_crop[row - offset[0], column - offset[1]] = class_id
+
+
+def _jitter_colours(
+    image_crop: np.ndarray, jitter: Transform, seed: int, scaled_size: tuple[int, int], offset: tuple[int, int]
+) -> None:
+    """Change the colours of a crop in place, except in its padding. `scaled_size`, `offset`: of `_write_back_class`."""
+    top, left = (max(0, -start) for start in offset)
+    bottom, right = (size - start for size, start in zip(scaled_size, offset, strict=True))
+    covered = image_crop[top:bottom, left:right]  # without the padding
+    pixels = torch.from_numpy(covered).permute(2, 0, 1)
+    covered[:] = seeded(jitter, pixels, seed).permute(1, 2, 0).numpy()
 
 
 def padded_share(
