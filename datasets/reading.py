@@ -74,12 +74,15 @@ def levels_of(low: int, high: int) -> np.ndarray:
 
 
 def decode_values(file: Stored, window: Window = EVERYTHING, turned: bool = False, is_deep: bool = False) -> np.ndarray:
-    """See `decode_image`. `is_deep`: uint16 (H, W, 3) if the file has 16 bits per channel."""
+    """RGB values before they become 256 levels: uint8 (H, W, 3), or uint16 with `is_deep` if the file has 16 bits.
+
+    Without `is_deep`, 16-bit values keep their upper eight bits. `window`, `turned`, errors: see `decode_image`.
+    """
     if turned and not file.is_png_or_jpeg:
         return _decode_photograph(file, is_deep)[window]
     orientation = file.orientation if turned else 1
-    if orientation == 1 and window != EVERYTHING:
-        crop = decode_window(file, window, formats.COLOUR)
+    if orientation == 1 and window != EVERYTHING:  # a turned image's rows are not the file's
+        crop = decode_window(file, window, formats.COLOUR)  # none of 16 bits, which are decoded whole
         if crop is not None:
             return crop
     return upright(_decode_colours(file, is_deep), orientation)[window]

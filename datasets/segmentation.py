@@ -221,15 +221,21 @@ class SegmentationDataset(Dataset):
             return read(path, photograph=self.turned)
 
     def _decode_label(
-        self, file: Stored, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
+        self, file: Stored, to_ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
     ) -> np.ndarray:
+        """What `to_ids` returns for the raw values in a window of a label file, uint8 (H, W).
+
+        UnknownIds: it refuses a value; the message names the file and ends with the fix. ValueError: the file is bad.
+        """
         try:
             with restorable(self.label_fix or RESTORE):
-                return ids(self.decode_label(file, window))
+                return to_ids(self.decode_label(file, window))
         except UnknownIds as error:
-            original = f"Check that this is an original label file of {self.name} (not a colour picture or labels "
-            fix = self.label_fix or f"{original}converted by another tool)."
-            raise UnknownIds(f"{file.path}: {error}. {fix}") from None
+            default_fix = (
+                f"Check that this is an original label file of {self.name} "
+                "(not a colour picture or labels converted by another tool)."
+            )
+            raise UnknownIds(f"{file.path}: {error}. {self.label_fix or default_fix}") from None
 
     def check_size(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
         """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
