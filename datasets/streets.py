@@ -309,7 +309,7 @@ def draw_bin(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     paint = np.array(_PAINTS[rng.integers(len(_PAINTS))]) * rng.uniform(0.8, 1.1)
 
-    def part(
+    def draw_part(
         x0: float, x1: float, y0: float, y1: float, rgb: ArrayLike, label: int | None, narrower: float = 0.0
     ) -> None:
         points = [view.pixel(x + x0, y0, z), view.pixel(x + x1, y0, z)]
@@ -319,15 +319,15 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     ground = ((x - 1.0, z - 0.4), (x + 1.0, z - 0.4), (x + 0.9, z + 1), (x - 0.9, z + 1))
     shadow = [view.pixel(across, 0, ahead) for across, ahead in ground]
     view.polygon(shadow, view.colour((34, 34, 36), z), None)
-    for wheel in (-0.85, 0.6):
-        part(wheel, wheel + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
-    part(-0.9, 0.9, 0.25, 0.95, paint, CAR)
-    part(-0.85, 0.85, 0.95, 1.5, paint * 0.85, CAR, narrower=0.2)
-    part(-0.72, 0.72, 1.0, 1.42, (52, 62, 74), None, narrower=0.14)
-    lamps = (200, 24, 24) if x > 0 else (250, 246, 220)
-    for lamp in (-0.85, 0.55):
-        part(lamp, lamp + 0.3, 0.68, 0.86, lamps, None)
-    part(-0.3, 0.3, 0.42, 0.58, (226, 226, 220), None)
+    for wheel_x in (-0.85, 0.6):
+        draw_part(wheel_x, wheel_x + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
+    draw_part(-0.9, 0.9, 0.25, 0.95, paint, CAR)  # body
+    draw_part(-0.85, 0.85, 0.95, 1.5, paint * 0.85, CAR, narrower=0.2)  # cabin
+    draw_part(-0.72, 0.72, 1.0, 1.42, (52, 62, 74), None, narrower=0.14)  # window
+    lamp_colour = (200, 24, 24) if x > 0 else (250, 246, 220)  # traffic keeps right: tail lamps, or headlamps
+    for lamp_x in (-0.85, 0.55):
+        draw_part(lamp_x, lamp_x + 0.3, 0.68, 0.86, lamp_colour, None)
+    draw_part(-0.3, 0.3, 0.42, 0.58, (226, 226, 220), None)  # number plate
 
 
 def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> None:
