@@ -85,11 +85,18 @@ def shortcut(convs: Convolutions) -> nn.Module:
     Two 3x3 convolutions have a shortcut without parameters: it average-pools by the stride and adds channels of zeros,
     half of them on each side (section 5.1). ValueError: they have fewer channels than the input.
     """
-    projection = convs.projection() if len(convs.channels) == 3 else None
-    added = convs.channels[-1] - convs.in_channels
-    if projection is not None or (convs.stride == 1 and not added):
-        return projection or nn.Identity()
-    if added < 0:
-        raise ValueError(f"a stage has {-added} channels less than the one before: expected at least as many")
-    zeros = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added - added // 2), 0.0)
-    return zeros if convs.stride == 1 else nn.Sequential(nn.AvgPool2d(convs.stride, ceil_mode=True), zeros)
+    is_bottleneck = len(convs.channels) == 3
+    if is_bottleneck:
+        projection = convs.projection()
+        return nn.Identity() if projection is None else projection
+    added_count = convs.channels[-1] - convs.in_channels
+    if convs.stride == 1 and added_count == 0:
+        return nn.Identity()
+    if added_count < 0:
+        raise ValueError(f"a stage has {-added_count} channels less than the one before: expected at least as many")
+    before = added_count // 2
+    # Pads the last three dimensions, the last one first: no columns, no rows, and channels before and behind.
+    zeros = nn.ConstantPad3d((0, 0, 0, 0, before, added_count - before), 0.0)
+    if convs.stride == 1:
+        return zeros
+    return nn.Sequential(nn.AvgPool2d(convs.stride, ceil_mode=True), zeros)

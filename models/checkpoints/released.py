@@ -151,8 +151,8 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
 def _under_our_names(tensors: Mapping) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Names without wrappers' prefixes (the release writes module.) and without the old level; and remarks."""
     unprefixed = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
-    names, remarks = unwrapped(unprefixed, PARTS)
-    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}, remarks
+    unwrapped_tensors, remarks = unwrapped(unprefixed, PARTS)
+    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in unwrapped_tensors.items()}, remarks
 
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
