@@ -137,7 +137,7 @@ class Advised(Recording):
 
     def record(self, function: Any, row: Row, are_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is not the next one."""
-        if self.modes and is_observed():
+        if self.dispatch_mode_count and is_observed():
             return function(*args, **kwargs)
         if not are_plain or function in EXPOSE or function == SETS_DATA:
             self.is_learnable = self.is_learnable and are_plain
@@ -199,7 +199,7 @@ class Advised(Recording):
         saves = advice & _SAVES
         asks_rules = advice & _BY_RULES or (kwargs and "out" in kwargs)
         if saves and not asks_rules:  # they are asked also about a call that a transform, a mode or hooks hide
-            has_modes = transform_level() is not None or dispatch_modes_on() != self.modes
+            has_modes = transform_level() is not None or dispatch_modes_on() != self.dispatch_mode_count
             asks_rules = has_modes or not (current_hooks() is None or self.is_innermost())
         if asks_rules:
             result = self._run_by_rules_at(site, function, args, kwargs)

@@ -128,8 +128,10 @@ class Recording(TorchFunctionMode):
         inputs: the network's inputs. They are kept, because they may be other tensors when a checkpoint around the
             network repeats the forward pass.
         frame: the frame of the call that leaves this context, unless Ctrl-C ends it.
-        beyond: bytes that may be kept; what is kept beyond them is held elsewhere. None: nothing is.
+        kept_limit_bytes: what is kept beyond so many bytes is held elsewhere. None: nothing is.
     """
+
+    registry: Registry  # of the pass that has begun
 
     def __init__(
         self,
@@ -139,41 +141,41 @@ class Recording(TorchFunctionMode):
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
-        beyond: int | None = None,
+        kept_limit_bytes: int | None = None,
     ):
         super().__init__()
         self.policy = policy
-        self.beyond = beyond
+        self.kept_limit_bytes = kept_limit_bytes
         self.sees_calls = sees_calls
         self.copy_parameters = copy_parameters
         self.inputs = inputs
         self.frame = frame
-        self.is_mode = True
+        self.is_mode = True  # whether it is entered as a function mode, to see calls
         self.is_abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.around: list[Hooks] = []  # hooks around ours
+        self.outer_hooks: list[Hooks] = []  # set around ours, innermost first
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.signature: Any = None  # of the inputs
-        self.modes = 0  # number of dispatch modes around
-        self.mode: type | None = None  # one around that may change what calls compute
+        self.dispatch_mode_count = 0  # of modes around
+        self.changing_mode: type | None = None  # a mode around that may change what calls compute
         self.elsewhere: Elsewhere | None = None  # where the rest of the pass holds what it saves
-        self.excess = 0  # bytes by which it may take more than planned
-        self.fluctuation = 0  # bytes of its results beyond those planned, when it began to hold them elsewhere
+        self.excess_bytes = 0  # bytes by which it may take more than planned
+        self.fluctuation_bytes = 0  # bytes of its results beyond those planned, when it began to hold them elsewhere
 
     def __enter__(self) -> "Recording":
         self.registry = self.new_registry()
-        self.inputs = ()
-        self.modes = dispatch_modes_on()
-        self.mode = changing_mode()
+        self.inputs = ()  # the registry knows them
+        self.dispatch_mode_count = dispatch_modes_on()
+        self.changing_mode = changing_mode()
         self.start_hooks()
-        self.is_mode = self.sees_calls or bool(self.around)  # around: for the first call after Ctrl-C
+        self.is_mode = self.sees_calls or bool(self.outer_hooks)  # outer hooks: for the first call after Ctrl-C
         if self.is_mode:
             super().__enter__()
         return self
 
     def new_registry(self) -> Registry:
         """The registry of the pass that begins."""
-        outer = current_hooks() if self.beyond is None else Elsewhere(self.beyond).hooks
+        outer = current_hooks() if self.kept_limit_bytes is None else Elsewhere(self.kept_limit_bytes).hooks
         return Registry(self.inputs, outer, self.copy_parameters, self.policy is not None)
 
     def pack_hook(self) -> Callable[[Tensor], object]:
@@ -181,7 +183,7 @@ class Recording(TorchFunctionMode):
         return partial(pack, self.registry)
 
     def start_hooks(self) -> None:
-        self.around = hooks_around()
+        self.outer_hooks = hooks_around()
         self.hooks = saved_tensors_hooks(self.pack_hook() if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
 
@@ -214,7 +216,7 @@ class Recording(TorchFunctionMode):
         if self.is_abandoned and self.hooks is not None:
             hooks = current_hooks()
             # Contexts around, such as checkpoints, may have removed our hooks first, and so left one of theirs.
-            is_left = hooks is not None and any([hooks[0] is pack for pack, _ in self.around])
+            is_left = hooks is not None and any([hooks[0] is pack for pack, _ in self.outer_hooks])
             if is_left or self.is_innermost():
                 self._end_hooks()
         return self.is_abandoned
@@ -248,7 +250,7 @@ class Recording(TorchFunctionMode):
         row = row_of(function)
         are_plain = PLAIN.issuperset(types)
         only_asks = row.only_asks and are_plain
-        if (only_asks and not self.around) or self.end_if_abandoned() or only_asks:
+        if (only_asks and not self.outer_hooks) or self.end_if_abandoned() or only_asks:
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._see_inside(partial(_dispatch, types), function, args, kwargs)
@@ -305,7 +307,7 @@ class Recording(TorchFunctionMode):
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
-        mode = self.mode if dispatch_modes_on() == self.modes else changing_mode()
+        mode = self.changing_mode if dispatch_modes_on() == self.dispatch_mode_count else changing_mode()
         # Other hooks inside ours may be a checkpoint's.
         is_hidden = transform_level() is not None or mode is not None or not self.is_innermost()
         if is_hidden or not torch.is_grad_enabled():
@@ -384,15 +386,15 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, registry.outer)
         self.note_conclusion(call, result)
 
-    def hold_elsewhere(self, excess: int, size: int) -> None:
+    def hold_elsewhere(self, excess_bytes: int, size: int) -> None:
         """Hold what the rest of the pass saves outside of the device's memory: its results are larger than planned.
 
-        To drop all of it would help little, because the backward pass would make it again. `excess`: bytes of results
+        To drop all of it would help little, because the backward pass would make it again. `excess_bytes`: of results
         beyond those planned so far. `size`: of the last one.
         """
         self.elsewhere = Elsewhere()
-        self.excess = max(excess, _MEETING * size)
-        self.fluctuation = excess
+        self.excess_bytes = max(excess_bytes, _MEETING * size)
+        self.fluctuation_bytes = excess_bytes
         self.registry.outer = self.elsewhere.hooks
 
     @property
@@ -403,7 +405,7 @@ class Recording(TorchFunctionMode):
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""
         if self.elsewhere is not None:
-            self.excess = max(self.excess, _MEETING * result.nbytes)
+            self.excess_bytes = max(self.excess_bytes, _MEETING * result.nbytes)
             if self.policy is not None:
                 self.policy.result_bytes += result.nbytes
         elif self.policy is not None:

@@ -100,7 +100,7 @@ class Planner:
             return
         if not isinstance(self.budget, int):
             return
-        peak = plan.peak + recording.excess
+        peak = plan.peak + recording.excess_bytes
         if peak > MORE * self.budget:
             text = f"a step may have taken up to {size_text(peak)}, more than its budget of {size_text(self.budget)}"
             text = f"{text}, because its results were larger than planned: {_NEXT}"

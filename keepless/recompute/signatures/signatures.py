@@ -154,8 +154,8 @@ class Signatures:
         """
         planner = self._planner
         if planner is not None and signature is not None and signature.plan is None and not signature.is_due:
-            beyond = self.budget if isinstance(self.budget, int) else None
-            return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame, beyond=beyond)
+            limit = self.budget if isinstance(self.budget, int) else None
+            return Recording(copy_parameters=has_shards, inputs=inputs, frame=frame, kept_limit_bytes=limit)
         policy = None
         if planner is not None:
             policy = ByPlan() if signature is None else ByPlan(signature.plan, signature.slack)
@@ -308,7 +308,7 @@ class Signatures:
     ) -> None:
         """Let a step be watched if a pass has made more than the planned one, or if that is cheap, other calls."""
         if recording.elsewhere is not None and not (is_outdated or recording.growth > MORE):
-            signature.slack = max(signature.slack, 2 * recording.fluctuation)
+            signature.slack = max(signature.slack, 2 * recording.fluctuation_bytes)
         elif recording.elsewhere is not None or is_outdated:
             signature.base.is_due = True
             if signature.plan is not None:
