@@ -36,7 +36,7 @@ _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) f
 
 
 def is_measuring() -> bool:
-    """Whether a thread is_measuring operators, by PyTorch's profiler."""
+    """Whether a thread is measuring operators, by PyTorch's profiler."""
     return _profiler.locked()
 
 
@@ -195,9 +195,14 @@ def _measure_on_cpu(operators: Sequence[Operator]) -> None:
     if not operators:
         return
     runs: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
-    peaks = _peaks_on_cpu(lambda: runs.update(_run_marked(operators)))
-    for (operator, (size, seconds)), peak in zip(runs.items(), peaks[1::2], strict=True):
-        _costs[operator] = Cost(min(seconds, _first_runs[operator][1]), max(0, peak - size))
+
+    def run_all() -> None:
+        runs.update(_run_marked(operators))
+
+    peaks = _peaks_on_cpu(run_all)
+    operator_peaks = peaks[1::2]  # two marks per operator: odd peaks are its own, even ones lie between operators
+    for (operator, (result_bytes, seconds)), peak in zip(runs.items(), operator_peaks, strict=True):
+        _costs[operator] = Cost(min(seconds, _first_runs[operator][1]), max(0, peak - result_bytes))
 
 
 def _measure_on_device(operator: Operator) -> None:
@@ -221,11 +226,11 @@ def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple
             result, seconds = seconds_of(call, operator.device)
             with torch.profiler.record_function(_BEGINS):
                 pass
-            size = sum(tensor.nbytes for tensor in tensors_in(result))
+            result_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
             del result
             for _ in range(_AGAIN if seconds < _SHORT else 0):
                 seconds = min(seconds, seconds_of(call, operator.device)[1])
-            yield operator, (size, seconds)
+            yield operator, (result_bytes, seconds)
 
 
 def _warmed_call(operator: Operator) -> Callable[[], Any] | None:
@@ -249,11 +254,22 @@ def cost_of(operator: Operator) -> Cost | None:
 
 
 def results_of(operator: Operator) -> Any:
-    """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others. None if it fails on ones."""
-    if operator not in _first_runs and operator not in _costs:
-        with _measuring({operator.device}):
-            _warmed_call(operator)
-    return _first_runs[operator][0] if operator in _first_runs else None
+    """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others.
+
+    Runs it once on ones if it has not run; None if it fails, or if memory is short (then the next call tries again).
+    """
+    return _first_runs[operator][0] if _warm_up(operator) else None
+
+
+def _warm_up(operator: Operator) -> bool:
+    """Run an operator once on ones, unless it has run or failed before. False if it fails or memory is short."""
+    if operator in _first_runs:
+        return True
+    has_failed = operator in _costs  # a cost without a first run
+    if has_failed:
+        return False
+    with _measuring({operator.device}):
+        return _warmed_call(operator) is not None
 
 
 @contextmanager
