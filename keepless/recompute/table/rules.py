@@ -92,16 +92,23 @@ def product(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         again = repeat(find, args, kwargs, result)
-        by_name = [kwargs[name] for name in ("input", "other", "weight") if name in kwargs]
-        first, second = (*args, *by_name)[:2] if by_name else args[:2]
+        factors = args
+        if kwargs:
+            factors = (*args, *[kwargs[name] for name in ("input", "other", "weight") if name in kwargs])
+        first, second = factors[:2]
         batch, matrix = (first, second) if first.dim() >= second.dim() else (second, first)
-        is_folded = batch.dim() > 2 >= matrix.dim() and matrix.requires_grad
+        is_folded = batch.dim() > 2 and matrix.dim() <= 2 and matrix.requires_grad
         if not is_folded or (matrix is second and batch.is_contiguous()):
             return again
-        position = [argument is matrix for argument in (*args, *kwargs.values())].index(True)
+        position = _position_of(matrix, (*args, *kwargs.values()))
         return again._replace(function=partial(with_gradient, position, again.function))
 
     return rule
+
+
+def _position_of(tensor: Tensor, arguments: Sequence[Any]) -> int:
+    """The position of this very tensor among arguments: `index` would compare tensors by their entries."""
+    return [argument is tensor for argument in arguments].index(True)
 
 
 def with_gradient(position: int, function: Function, *arguments: Any) -> Tensor:
