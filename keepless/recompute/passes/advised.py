@@ -30,7 +30,7 @@ from . import advice as bits
 from .advice import COUNT, DROP, END, FLAT, HOOKS, KEEP, MEMORY, NOWHERE, SIGNS, Advice, Site
 from .derivation import DERIVING, value_by_advice
 from .finder import Finder
-from .learning import Note, drops_outside
+from .learning import Note, saves_dropped_outside_calls
 from .packing import holder_of, is_simple, sign_mask
 from .plan import MORE, ByPlan, Flag
 from .recipes import DEEPEST, give_planned_recipes, give_recipe, how_to_repeat, may_drop, read_result_instead
@@ -351,7 +351,7 @@ class Advised(Recording):
     def _note_totals(self) -> None:
         """Note what the first pass has made, with which later ones are compared (rule 15)."""
         advice = self.advice
-        advice.has_hooks = drops_outside(self.registry.saved_outside)
+        advice.has_hooks = saves_dropped_outside_calls(self.registry.saved_outside)
         advice.node_count = self.node_count
         advice.nodes_and_cuts = self.node_count + self.cut_count
         scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget

@@ -139,10 +139,16 @@ def _is_kept_view(value: Value) -> bool:
     return not isinstance(base_of(value).source, (Recipe, Signs))
 
 
-def drops_outside(saved: Sequence[Any]) -> bool:
-    """Whether the program's autograd functions save tensors outside of calls that are dropped, or that recipes read.
+def saves_dropped_outside_calls(references: Sequence[Any]) -> bool:
+    """Whether a tensor that was saved outside of calls, by an autograd function of the program, needs our hooks.
 
-    `saved`: references to what autograd holds for tensors saved there.
+    It does if it is dropped, or if a recipe may read it. `references`: weak ones, to the `Saved`s that autograd holds.
     """
-    values = [save.value for save in (reference() for reference in saved) if save is not None]
-    return any([not _is_kept_view(value) or base_of(value).may_be_read() for value in values])
+    for reference in references:
+        saved = reference()
+        if saved is None:
+            continue
+        is_dropped = not _is_kept_view(saved.value)
+        if is_dropped or base_of(saved.value).may_be_read():
+            return True
+    return False

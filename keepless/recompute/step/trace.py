@@ -243,7 +243,7 @@ class Trace(Registry):
         for saved in call.replaceable:
             saved.read_instead(value)
             self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
-        self._give_base_value(value, again, call, result)
+        self._share_value_with_base(value, again, call, result)
 
     def _postpone_drops(self, first_event: int, parts: list[int]) -> int:
         """Let a call drop what it saves inside when it ends, as by a recorder. Returns the number of the first drop."""
@@ -253,8 +253,12 @@ class Trace(Registry):
         self.events[first_event:] = [*rest, *(event for event in events if event in drops)]
         return first_event + len(rest)
 
-    def _give_base_value(self, value: Value, again: Again | None, call: Call, result: Tensor) -> None:
-        """If a result is a view of all that its call has made, other views of its base are recomputed from it."""
+    def _share_value_with_base(self, value: Value, again: Again | None, call: Call, result: Tensor) -> None:
+        """If a result is a view of all that its call has made, give its base its value, from which other views follow.
+
+        What the call has saved as the base is computed from a result with a recipe only if both are contiguous, since
+        the recorder computes it by `Tensor.view`.
+        """
         base = result._base
         if base is None or base.numel() != result.numel() or not call.has_made(base):
             return
