@@ -182,7 +182,10 @@ def is_observed() -> bool:
 
 @contextmanager
 def without_cached_weights() -> Iterator[None]:
-    """Context in which modules find no weights of `parametrize.cached`, which has them by ids: a copy may get one."""
+    """Context in which modules find no weights of `parametrize.cached`.
+
+    PyTorch keys this cache by id(module); a copied module may be given another's weight, as ids are reused.
+    """
     previous_cache = _parametrize._cache
     _parametrize._cache = {}
     try:

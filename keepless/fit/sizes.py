@@ -63,11 +63,13 @@ def growth(example: Any, along: str | None) -> Growth:
     step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
 
     def with_side(value: int) -> Any:
-        new_sides = tuple(max(step, side * value // sides[0] // step * step) for side in sides)
+        scaled = [side * value // sides[0] for side in sides]
+        rounded_down = [side // step * step for side in scaled]
+        new_sides = tuple(max(step, side) for side in rounded_down)
 
-        def new_shape(sizes: Shape) -> Shape:
-            has_sides = sizes[1:][-side_count:] == sides  # dimension 0, the batch, is no side
-            return sizes[:-side_count] + new_sides if has_sides else sizes
+        def new_shape(shape: Shape) -> Shape:
+            has_sides = shape[1:][-side_count:] == sides  # dimension 0, the batch, is no side
+            return shape[:-side_count] + new_sides if has_sides else shape
 
         return _with_shapes(example, new_shape)
 

@@ -1,7 +1,7 @@
 """The formulas, compiled by TorchInductor or inlined in the graph of a compiled network."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -132,19 +132,29 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 
 
 def run_formula(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
-    """Call formula(settings, *tensors), compiled."""
+    """Call formula(settings, *tensors): compiled, inlined in a compiled network, or eagerly if blocks have a size of 1.
+
+    Each size of 1 would cost a compilation of its own, mostly for small tensors.
+    """
     if torch.compiler.is_compiling():
-        vectors = iter(formulas.materialised(*(t for t in tensors if t is not None and t.dim() == 1)))
-        return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
+        return _run_inlined(formula, settings, tensors)
     blocks = next(t for t in tensors if t is not None and t.dim() == 3)
-    compiled: Callable[..., Result]
-    if 1 in blocks.shape[1:]:  # each size of 1 would cost a compilation, mostly for small tensors
-        compiled = functools.partial(formula, settings)
+    run: Callable[..., Result]
+    if 1 in blocks.shape[1:]:
+        run = functools.partial(formula, settings)
     else:
-        compiled = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
+        run = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
     with torch.no_grad():
         # Detached views have no base; Dynamo would guard the base's sizes too.
-        return compiled(*(t if t is None else t.detach() for t in tensors))
+        return run(*(t if t is None else t.detach() for t in tensors))
+
+
+def _run_inlined(formula: Callable[..., Result], settings: Settings, tensors: Sequence[Tensor | None]) -> Result:
+    """Call a formula in the graph of a network that is being compiled. It reads its vectors from memory."""
+    vectors = [tensor for tensor in tensors if tensor is not None and tensor.dim() == 1]
+    in_memory = iter(formulas.materialised(*vectors))
+    arguments = [next(in_memory) if tensor is not None and tensor.dim() == 1 else tensor for tensor in tensors]
+    return formula(settings, *arguments)
 
 
 @functools.cache

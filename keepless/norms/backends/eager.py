@@ -104,10 +104,13 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, b
 def _batch_norm(
     x: Tensor, affine: Affine, running: Running, training: bool, eps: float, overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z by PyTorch's own operator, with the minibatch's mean and invstd if `training`."""
+    """z by PyTorch's own operator, with the minibatch's mean and invstd if `training`.
+
+    `overwrite`: z is written over x.
+    """
     gamma, beta, activation, _ = affine
-    channels = x.shape[1] if training else 0
-    buffers = None if not overwrite else (x, gamma.new_empty(channels), gamma.new_empty(channels))
+    statistic_count = x.shape[1] if training else 0  # in eval mode the operator returns no statistics
+    buffers = (x, gamma.new_empty(statistic_count), gamma.new_empty(statistic_count)) if overwrite else None
     y, mean, invstd = torch.native_batch_norm(
         x, gamma, beta, running.mean, running.var, training, running.momentum, eps, out=buffers
     )
