@@ -104,7 +104,10 @@ def _parsed_arguments(arguments: Sequence[str], parser: ArgumentParser) -> tuple
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ValueError(message)
+        from engine.configuration.words import ALONE, advice_about
+
+        advice = advice_about(ALONE, "", ())  # the keys that a command needs
+        raise ValueError(f"{message}; {advice.say}" if advice else message)
 
     parser.allow_abbrev = False
     parser.error = refuse  # type: ignore[method-assign]
@@ -150,6 +153,9 @@ def _run_hydra(
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
+    for word in words:
+        if word.startswith("hydra.run.dir=") and any(field.name == "run_dir" for field in fields(SCHEMAS[name])):
+            raise ValueError(f"{word}: give {word.removeprefix('hydra.').replace('.', '_', 1)}, the folder of the run")
     primary = PRIMARY[name]
     overrides = words
     try:

@@ -69,7 +69,8 @@ class Messages:
         replaced = " and ".join(answer.argument.title for answer in answers if answer.give)
         if replaced:
             no_keys = all(answer.argument.fault == NO_KEY for answer in answers)
-            start = f"there are no such keys as {replaced}; " if no_keys else f"{replaced}: "
+            no_such_keys = f"there {'are no such keys' if ' and ' in replaced else 'is no such key'} as {replaced}; "
+            start = no_such_keys if no_keys else f"{replaced}: "
             sentences.append(f"{start}give {' '.join(gives)}{needed}")
         titles_by_sentence: dict[str, list[str]] = {}
         for answer in answers:
@@ -203,6 +204,10 @@ class Messages:
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
             return str(reason)
         text = " ".join(str(reason).partition("\n    full_key")[0].partition("\nTo append to your ")[0].split())
+        primary = re.match("Cannot find primary config '(.+?)'", text)
+        if primary and "experiment" in self.groups:
+            sentence = no_such("experiment", primary[1], choices("experiment", self.schema))
+            return f"{primary[0]}: configurations are given as experiment=NAME; {sentence}"
         if "@experiment." in text:
             return f"{text.partition(':')[0]}: the file must begin with the line `# @package _global_`"
         return f"{key}: {text}" if key else text
@@ -213,6 +218,8 @@ class Messages:
         sentence = f"expected {expected(self.declared[key])}"
         if "," in value and not value.startswith(("[", "(", "{")) and not likely.startswith(("[", "(", "{")):
             sentence += "; with -m the command runs once for each of several"
+        elif "," in value and not likely and self.declared[key].kind in (int, float, int | None, float | None):
+            sentence += f"; with -m the command runs once for each of several: {key}={value.strip('[]() ')}"
         return f"{sentence}; give {key}={likely}" if likely else sentence
 
     def _about_unknown_key(self, name: str) -> str:
@@ -308,15 +315,15 @@ def _likely_value(value: str, declared: Declared) -> str | None:
 def no_such(group: str, choice: str, names: Iterable[str]) -> str:
     """A sentence about a choice that does not exist: its right spelling, the nearest ones, or what there is instead."""
     names = [*names]
+    sentence = f"there is no such {re.sub('(?<!s)s$', '', group)}"  # one of several scores, a loss
     same = [name for name in names if _letters(name) == _letters(choice)]
     if same:
-        return f"there is no such {group}; give {group}={same[0]}"
+        return f"{sentence}; give {group}={same[0]}"
     candidates = [name for name in names if name.startswith(choice)] or names
     advice = None if LOADED else advice_about(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, candidates, n=5)
     if not nearest and (advice is None or len(candidates) < 8):
         nearest = difflib.get_close_matches(choice, candidates, n=5, cutoff=0)
-    sentence = f"there is no such {group}"
     if nearest:
         sentence += f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}"
     return f"{sentence}; {advice.say}" if advice else sentence

@@ -30,12 +30,25 @@ ANSWERS = {
     "train_imagenet.py /data/imagenet --model resnet50 -b 256 --input-size 3 224 224 -j 8": "give "
     "data.root=/data/imagenet body=resnet50 data.crops_per_minibatch=256 data.crop_size=224 data.workers=8",
     "train_seg.py --opts SOLVER.IMS_PER_BATCH 8 SOLVER.STEPS '(30000,)'": "give data.crops_per_minibatch=8 "
-    "lr_schedule.steps=[30000], with lr_schedule=multistep; --opts: leave it out",
+    "lr_schedule.steps=[30000] lr_schedule.epochs=null, with lr_schedule=multistep; --opts: leave it out",
     "train_seg.py param_scheduler.0.type=PolyLR 'param_scheduler[0].power=0.9'": "lr_schedule=poly lr_schedule.power=0",
     "train_seg.py optim_wrapper.optimizer.type=AdamW": "there is no such optim; give optim=adamw",
     "train_seg.py trainer.device=mps": "expected auto, cpu or cuda",
     "scripts.plan_memory memory.gpu=4 memory.budget=RTX3090": "give memory.gpus=4 memory.budget=24GiB",
     "scripts.make_classes data.root=DIR val_split=0.25": "give split=[0.75,0.25]",
+    "train_seg.py lr_schedule=reduce_on_plateau": "nor can a plugin add it: give lr_schedule=cosine, poly or",
+    "train_seg.py logger=wandb": "RUN/tensorboard, which wandb.init(sync_tensorboard=True) follows; a plugin adds it",
+    "train_seg.py 'scores=[f1]'": "there is no such score; the nearest is dice",
+    "train_seg.py --weights-backbone ResNet50_Weights.IMAGENET1K_V1": "give body=torchvision body.network=resnet50 "
+    "body.weights=published norm=std",
+    "train_seg.py trainer.overfit_batches=10": "and give data.train_split=few data.val_split=few",
+    "train_seg.py device=0,1": "start it as CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node N train_seg.py …",
+    "eval.py RUN --task test": "give checkpoint=RUN data.split=test",  # ultralytics: the split
+    "scripts.predict source=DIR project=OUT name=exp": "there are no such keys as source and project; give input=DIR "
+    "output=OUT; name: leave it out",
+    "scripts.predict -i DIR -o OUT": "; give checkpoint=RUN_DIR input=IMAGES output=DIR",
+    "scripts.predict checkpoint=RUN input=DIR/a.png DIR/b.png": "give input=DIR",  # a pattern that the shell expanded
+    "scripts.export checkpoint=RUN half=true opset=17": "there is no such key as half; give precision=float16; opset:",
     "eval.py RUN --tta": "give checkpoint=RUN tta.scales=[0.75,1,1.25] tta.flip=true",
     # Advice that would mislead: another group's key, a value of the wrong form, a word that belongs to another.
     "train_seg.py optim=adamw optim.eps=1e-8": "optim.eps=1e-8: there is none: PyTorch's default holds",
@@ -50,6 +63,8 @@ ANSWERS = {
     "train_seg.py --resolve": "The --resolve flag can only be used in conjunction with --cfg",
     "train_seg.py --config-dir GONE": "GONE' not found",
     "train_seg.py --config-name gone": "Cannot find primary config 'gone'",
+    "train_seg.py --config-name finetune_resnet50": "as experiment=NAME; there is no such experiment; the nearest is c",
+    "train_seg.py hydra.run.dir=OUT": "give run_dir=OUT, the folder of the run",
     "train_seg.py -p 10": "-p 10: keys have no dashes",
     "train_seg.py +optim.foo=1": "optim.foo=1: there is no such key",
     "train_seg.py ++optim={foo:1}": "leave out the +: optim={foo:1}",
@@ -67,6 +82,7 @@ ANSWERS = {
     "train_seg.py data.flip=50%": "give data.flip=0.5",
     "train_seg.py memory.budget=12000": "memory.budget=12000MiB",
     "train_seg.py optim.lr=0,1": "expected a number above 0; with -m the command runs once for each of several",
+    "train_seg.py -m 'optim.lr=[0.01,0.1]'": "with -m the command runs once for each of several: optim.lr=0.01,0.1",
     "train_seg.py -m optim.lr=0.1 0.2": "values have commas between them, without spaces: optim.lr=0.1,0.2",
     "train_seg.py 'run_dir=${nope}'": "Interpolation key 'nope' not found",
     "eval.py checkpoint=RUN per_image=true": "per_image=true: expected the path to write to, such as per_image=OUT",
@@ -142,4 +158,4 @@ def test_a_file_that_does_not_exist_may_be_another_programs_word(monkeypatch, tm
 
 def test_a_message_names_each_word_once(monkeypatch):
     answer = message("train_seg.py lr=0.1 mixup=1", monkeypatch)
-    assert answer.count("mixup:") == 1 and "no such keys as lr; give optim.lr=0.1" in answer
+    assert answer.count("mixup:") == 1 and "no such key as lr; give optim.lr=0.1" in answer

@@ -28,7 +28,7 @@ COMMANDS = {name: SCHEMAS[name] for name in MODULES} | {"plan_memory": Segmentat
 VALUES = (
     "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN DIR/x "
     "RUN/checkpoints/last.pt RUN/last.ckpt last.pt [512,1024] 512x1024 512x512 [3,224,224] [3,224,256] checkpointing "
-    "adam momentum lion MultiStepLR PolyLR CosineAnnealingLR LinearLR constant plateau VOC2012 coco mapillary "
+    "adam momentum lion MultiStepLR PolyLR CosineAnnealingLR LinearLR constant plateau onecycle VOC2012 coco mapillary "
     "imagenet-1k flowers102 BN SyncBN iABN GN LeakyReLU ReLU gelu none CrossEntropyLoss OHEM DiceLoss timm/resnet50 "
     "tu-resnet50d torchvision.resnet50 8 152 unet deeplab UPerHead resnet-18 ResNetV1c resnet152 resnext resnext50 "
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
@@ -36,7 +36,7 @@ VALUES = (
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
     "DiceCELoss FocalLoss TverskyLoss LovaszLoss balanced mDice "
     "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
-    "x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
+    "all x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
 ).split() + [""]
 
 
@@ -120,8 +120,9 @@ def test_a_new_choice_and_its_keys_are_right_whatever_other_programs_mean_by_the
         assert hidden_keys("train_seg", SegmentationRun, monkeypatch) == HIDDEN
 
 
-# For a training gpus is the number of processes, and fraction another program's share of the images.
-HIDDEN = {"gpus", "fraction"}
+# For a training gpus is the number of processes, fraction another program's share of the images, and patience is of
+# epochs or of evaluations.
+HIDDEN = {"gpus", "fraction", "patience"}
 SAMPLES = ("true", "false", "0", "1", "8", "0.5", "[1,2]", "auto", "null")  # texts may have any value
 
 
@@ -195,6 +196,36 @@ UNITS = [
     ("train_seg", "samples_per_gpu", "2", "2 x devices x"),  # mmcv: a step has batch * devices
     ("train_seg", "ims_per_batch", "16", "data.crops_per_minibatch=16"),  # detectron2: of a step, on all devices
     ("train_seg", "per_device_eval_batch_size", "4", "trainer.evaluate_batch_size=4"),  # at once, on a device
+    ("train_seg", "hsv_h", "0.015", "data.colour_jitter.hue=0.015"),  # ultralytics: hue = (hue + r * h) % 1, r in ±1
+    ("train_seg", "hsv_v", "0.4", "data.colour_jitter.brightness=0.4"),  # ultralytics: value *= 1 + r * v
+    # timm: ColorJitter(0.4, 0.4, 0.4), brightness, contrast and saturation, each times 1 - s to 1 + s
+    ("train_seg", "color_jitter", "0.4", "brightness=0.4 data.colour_jitter.contrast=0.4 data.colour_jitter.satura"),
+    # mmsegmentation: brightness ± 32 of 255, contrast and saturation times 0.5 to 1.5, hue ± 18 of 180 degrees
+    ("train_seg", "photo_metric_distortion", "true", "brightness=0.125 data.colour_jitter.contrast=0.5"),
+    ("train_seg", "imgsz", "640", "data.base_size=640 data.crop_size=640"),  # ultralytics: the longest side
+    ("eval", "imgsz", "640", "data.base_size=640 for segmentation"),
+    ("train_seg", "multi_scale", "0.5", "so 0.5 is data.scale=[0.5,1.5]"),  # ultralytics: 1 - 0.5 to 1 + 0.5
+    ("train_seg", "patience", "50", "if 50 is of epochs, N is 50 / trainer.evaluate_every_epochs"),  # ours: evaluations
+    ("train_seg", "patience_epochs", "10", "no schedule gets a score"),  # timm: of the plateau schedule
+    (
+        "train_seg",
+        "nbs",
+        "64",
+        "trainer.accumulation_steps, 64 / the crops",
+    ),  # ultralytics: steps of round(nbs / batch)
+    ("train_seg", "decay_epochs", "30", "all multiples of 30"),  # timm: rate * factor ** (epoch // 30)
+    ("train_seg", "lr_step_size", "30", "all multiples of 30"),  # PyTorch's StepLR: gamma ** (epoch // 30)
+    ("train_seg", "decay_epochs", "[30,60]", "lr_schedule.epochs=[30,60]"),  # timm's MultiStep: these epochs
+    ("train_seg", "steps_per_epoch", "250", "epochs x 250"),  # Keras: an epoch is 250 steps
+    ("train_seg", "limit_train_batches", "0.1", "for a part of the images"),  # Lightning: of each epoch
+    ("train_seg", "limit_val_batches", "10", "N is 10 x the images of a batch"),  # Lightning: batches
+    ("train_seg", "frozen_stages", "1", "none for some layers or stages"),  # mmsegmentation: stem and first stage
+    ("train_seg", "frozen_stages", "4", "give body.frozen=true"),  # of four
+    ("train_seg", "oversample_foreground_percent", "0.33", "sampler.fraction=0.33"),  # nnU-Net: share of the crops
+    ("train_imagenet", "crop_pct", "0.875", "data.crop_size / 0.875"),  # timm: resize = floor(size / crop_pct)
+    ("train_imagenet", "scale", "[0.08,1.0]", "8 to 100 % of an image"),  # timm: of the area
+    ("train_imagenet", "smoothing", "0.1", "the loss of a classification is cross-entropy"),  # no group `loss`
+    ("predict", "project", "OUT", "output=OUT"),  # ultralytics: project/name is the folder
     ("train_seg", "img_dir", "pictures", "data.image_folder=pictures"),  # mmsegmentation: below data_root
     ("train_seg", "ann_dir", "masks", "data.label_folder=masks"),
     ("train_seg", "img_dir", "/data/leaves/images", "give data.root=DIR, the dataset's folder, and the names"),
