@@ -71,7 +71,6 @@ def key(
     """
     bounds: dict[str, Any] = {"above": above, "least": least, "most": most}
     bounds |= {"one_of": one_of, "entries": entries, "names": names, "word": word}
-    bounds["is_bounded"] = above is not None or least is not None
     uses = {"task": task, "written": written, "is_argument": is_argument}
     uses |= {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **uses})
@@ -264,7 +263,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
         elif isinstance(value, Keys):
             check_values(value, f"{name}.")
         else:
-            _check_bounds(name, value, entry, hints[entry.name])
+            _check_value(name, value, entry, hints[entry.name])
     check = getattr(config, "check", None)
     if check is not None:
         check()
@@ -276,7 +275,7 @@ def expected(declared: Declared) -> str:
     word, one_of, entries = bounds.get("word"), bounds.get("one_of"), bounds.get("entries")
     if word:
         without_word = Declared(int, {**bounds, "word": None})
-        return f"{word}, or {expected(without_word)}" if bounds["is_bounded"] else f"{word}, true or false"
+        return f"{word}, or {expected(without_word)}" if _is_bounded(bounds) else f"{word}, true or false"
     if bounds.get("names"):
         return "a name or a list of different names, such as [A,B]"
     if isinstance(kind, UnionType):
@@ -298,37 +297,56 @@ def expected(declared: Declared) -> str:
     return ("", "a list, each ", "a list of lists, each ")[lists] + text
 
 
-def _check_bounds(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
-    bounds, default = entry.metadata, entry.default_factory
-    if bounds.get("written") and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
+def _check_value(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
+    """ValueError, which says what the key expects: its rules (see `key`) do not allow the value."""
+    rules = entry.metadata
+    if rules.get("written") and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
         raise ValueError(
             f"{name}={value}: expected the path to write to, such as {name}=OUT; left out, nothing is written"
         )
-    is_required = bounds.get("names") or bounds.get("word")
-    if value is None and (not is_required or (callable(default) and default() is None)):
+    if value is None and _may_be_null(entry):
         return
-    if not _fits(name, value, bounds):
-        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, bounds))}")
+    if _is_bounded(rules):
+        number_count = len(tree_leaves(value))
+        if number_count > MOST_NUMBERS:
+            raise ValueError(f"{name} has {number_count:,} numbers: expected at most {MOST_NUMBERS:,}")
+    if not _fits(value, rules):
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, rules))}")
 
 
-def _fits(name: str, value: Any, bounds: Mapping[str, Any]) -> bool:
-    """Whether a value is one that its key allows. ValueError: a list has too many numbers."""
-    word, one_of = bounds.get("word"), bounds.get("one_of")
+def _may_be_null(entry: Field[Any]) -> bool:
+    """Whether a key may be None: by default, or without `names` and `word`."""
+    if not entry.metadata.get("names") and not entry.metadata.get("word"):
+        return True
+    return callable(entry.default_factory) and entry.default_factory() is None
+
+
+def _fits(value: Any, rules: Mapping[str, Any]) -> bool:
+    """Whether a value is one that its key allows, apart from None and from the number of its numbers."""
+    word, one_of = rules.get("word"), rules.get("one_of")
     if one_of is not None:
         values = value if isinstance(value, list) else [value]
         return bool(values) and all(single in one_of for single in values)
-    if bounds.get("names"):
+    if rules.get("names"):
         return bool(as_list(value))
-    if word is not None and not bounds["is_bounded"]:
-        return value == word or type(value) is bool
-    if not bounds.get("is_bounded") or (word is not None and value == word):
+    if word is not None and value == word:
         return True
+    if _is_bounded(rules):
+        return _are_within(value, rules)
+    return word is None or type(value) is bool
+
+
+def _is_bounded(rules: Mapping[str, Any]) -> bool:
+    """Whether the numbers of a key have a lower bound; an upper one alone is not checked."""
+    return rules.get("above") is not None or rules.get("least") is not None
+
+
+def _are_within(value: Any, rules: Mapping[str, Any]) -> bool:
+    """Whether a value is a number, or a list of as many as its key has `entries`, each within the bounds."""
     numbers = tree_leaves(value)
-    if len(numbers) > MOST_NUMBERS:
-        raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
-    is_whole = word is None or type(value) is int
-    is_complete = bool(numbers) and (bounds["entries"] is None or len(value) == len(bounds["entries"]))
-    return is_whole and is_complete and all(_is_within(number, bounds) for number in numbers)
+    is_whole = rules["word"] is None or type(value) is int
+    is_complete = bool(numbers) and (rules["entries"] is None or len(value) == len(rules["entries"]))
+    return is_whole and is_complete and all(_is_within(number, rules) for number in numbers)
 
 
 def _is_within(number: Any, bounds: Mapping[str, Any]) -> bool:
