@@ -184,7 +184,8 @@ class RunDirectory:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so. `notice` also reports
-        data files whose size has changed. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
+        data files whose size has changed. `config` gets the mean and std that the run measured when it began. `files`:
+        {split: [hash of names, of sizes, of the labels' numbering]}.
         `descriptions`: what a split holds, in words.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
@@ -201,37 +202,28 @@ class RunDirectory:
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
-        self._check_configuration(state, config, total_steps)
+        recorded = of_checkpoint(state, f"run_dir={self.path}")
+        _adopt_measured_normalisation(config, recorded)
+        self._check_configuration(state, recorded, config, total_steps)
         if state["step"] > total_steps:  # also of a run of as many steps
             steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
             raise self._error(f" holds {steps}. {self._restore_advice()}")
         self._check_files(state["data"], files, descriptions or {})
         return state
 
-    def _check_configuration(self, state: dict, config: TrainingRun, total_steps: int) -> None:
-        """ValueError if the run of a checkpoint has another configuration than `config`.
-
-        `config` gets the mean and std that this run measured when it began.
-        """
-        recorded = of_checkpoint(state, f"run_dir={self.path}")
-        if config.data.is_measured:
-            config.data.mean = config.data.mean or recorded.data.mean
-            config.data.std = config.data.std or recorded.data.std
-        recorded_values = values_but(recorded, "free_on_resume")
-        values = values_but(config, "free_on_resume")
-        if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
-            values["plugins"] = recorded_values["plugins"]
-        all_keys = recorded_values.keys() | values.keys()
-        changed_keys = sorted(key for key in all_keys if recorded_values.get(key) != values.get(key))
-        if changed_keys:
-            listed = "; ".join(
-                f"{key} was {as_text(recorded_values.get(key))} and is {as_text(values.get(key))}"
-                for key in changed_keys
-            )
-            advice = f"Give the same values to continue it, or with others {_new_run_from(self.last)}"
-            if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
-                advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
-            raise self._error(f" holds a run with another configuration: {listed}. {advice}")
+    def _check_configuration(self, state: dict, recorded: TrainingRun, config: TrainingRun, total_steps: int) -> None:
+        """ValueError if the run of a checkpoint, with the configuration `recorded`, has another one than `config`."""
+        changed_keys = _changed_keys(recorded, config)
+        if not changed_keys:
+            return
+        listed = "; ".join(
+            f"{key} was {as_text(recorded_value)} and is {as_text(value)}"
+            for key, (recorded_value, value) in changed_keys.items()
+        )
+        advice = f"Give the same values to continue it, or with others {_new_run_from(self.last)}"
+        if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
+            advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
+        raise self._error(f" holds a run with another configuration: {listed}. {advice}")
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
         """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
@@ -287,6 +279,27 @@ class RunDirectory:
         self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state
+
+
+def _adopt_measured_normalisation(config: TrainingRun, recorded: TrainingRun) -> None:
+    """Set the mean and std that are to be measured to those that the recorded run measured when it began."""
+    if config.data.is_measured:
+        config.data.mean = config.data.mean or recorded.data.mean
+        config.data.std = config.data.std or recorded.data.std
+
+
+def _changed_keys(recorded: TrainingRun, config: TrainingRun) -> dict[str, tuple[object, object]]:
+    """{key: (its recorded value, its value in `config`)} of the keys that differ, and must not in a resumed run."""
+    recorded_values = values_but(recorded, "free_on_resume")
+    values = values_but(config, "free_on_resume")
+    keys = recorded_values.keys() | values.keys()
+    if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
+        keys -= {"plugins"}
+    return {
+        key: (recorded_values.get(key), values.get(key))
+        for key in sorted(keys)
+        if recorded_values.get(key) != values.get(key)
+    }
 
 
 def _new_run_from(checkpoint: Path) -> str:
