@@ -34,44 +34,67 @@ def run_jobs(
     Preempted: this process or a command was asked to stop.
     """
     failed: dict[str, str] = {}
-    running: list[subprocess.Popen] = []
-    stopped: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        for job in running:
-            job.send_signal(number)
-
-    previous_handlers = handle_stop_signals(stop)
+    stop_signals = _StopSignals()
+    previous_handlers = handle_stop_signals(stop_signals.receive)
     try:
         for number, (title, command) in enumerate(jobs.items(), start=1):
             console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
             console.print(shlex.join(command), soft_wrap=True)
-            with subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, **(variables or {})},
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
-            ) as job:
-                running[:] = [job]
-                if stopped:  # while it started
-                    job.send_signal(signal.SIGTERM)
-                job.wait()
-            running.clear()
-            if stopped or job.returncode == EXIT_CODE:
-                _requeue_submitit_job(previous_handlers, stopped)
+            returncode = _run_until_ended(command, stop_signals, folder, {**os.environ, **(variables or {})})
+            if stop_signals.received or returncode == EXIT_CODE:
+                _requeue_submitit_job(previous_handlers, stop_signals.received)
                 raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
-            if job.returncode:
-                is_killed = job.returncode < 0
-                signal_name = signal.Signals(-job.returncode).name if is_killed else ""
-                failed[title] = f"killed by {signal_name}" if is_killed else f"exit status {job.returncode}"
+            if returncode:
+                failed[title] = _failure_text(returncode)
                 console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
         restore_handlers(previous_handlers)
-    lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
+    _print_summary(console, len(jobs) - len(failed), ended_before, failed)
+    return failed
+
+
+class _StopSignals:
+    """The stop signals that this process has received, each passed on to the running command."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.process: subprocess.Popen | None = None  # the running command
+
+    def receive(self, number: int, frame: object) -> None:
+        """Handle a signal, as `signal.signal` has it."""
+        self.received.append(number)
+        if self.process is not None:
+            self.process.send_signal(number)
+
+
+def _run_until_ended(
+    command: Sequence[str], stop_signals: _StopSignals, folder: Path | None, environment: Mapping[str, str]
+) -> int:
+    """Run a command, which gets the stop signals; return its exit status, negative if a signal killed it."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
+    ) as process:
+        stop_signals.process = process
+        if stop_signals.received:  # while it started
+            process.send_signal(signal.SIGTERM)
+        returncode = process.wait()
+    stop_signals.process = None
+    return returncode
+
+
+def _failure_text(returncode: int) -> str:
+    """How a command failed: its exit status, or the signal that killed it."""
+    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+
+
+def _print_summary(console: Console, succeeded: int, ended_before: int, failed: Mapping[str, str]) -> None:
+    """Print how many commands succeeded, had finished before and failed, and the error of each of these."""
+    lines = [f"{succeeded} succeeded, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
-    return failed
 
 
 def _requeue_submitit_job(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:
