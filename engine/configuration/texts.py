@@ -55,18 +55,18 @@ def _for_hydra(text: str, declared: Declared, sweeps: bool = False) -> str:
     if text.startswith("[") and text.endswith("]") and (kind is Any or "list[str]" in str(kind)):
         entries = LIST_ENTRY.findall(text[1:-1])
         if text == f"[{','.join(entries)}]":
-            return f"[{','.join(map(_quoted, entries))}]"
+            return f"[{','.join(map(quoted_for_hydra, entries))}]"
     mapping = PLAIN_MAPPING.fullmatch(text) if kind is Any else None
     if mapping:
         pairs = (pair.partition(":") for pair in mapping[1].split(","))
-        return f"{{{','.join(f'{name}:{_quoted(value)}' for name, _, value in pairs)}}}"
+        return f"{{{','.join(f'{name}:{quoted_for_hydra(value)}' for name, _, value in pairs)}}}"
     is_text = kind in (str, str | None) or (kind is Any and (is_path or WORD.fullmatch(text)))
     if not is_text:
         return text
     if not sweeps or is_path or not re.search(r"[,(]", text):
-        return _quoted(text)
+        return quoted_for_hydra(text)
     has_syntax = re.search(r"""["'({[]""", text)
-    return text if has_syntax else ",".join(map(_quoted, text.split(",")))
+    return text if has_syntax else ",".join(map(quoted_for_hydra, text.split(",")))
 
 
 def value_of(text: str, declared: Declared | None) -> Any:
@@ -92,13 +92,15 @@ def fits(text: str, declared: Declared) -> bool:
     return True
 
 
-def _quoted(text: str) -> str:
-    """A text as Hydra reads it back: in quotes if it needs them. Its interpolations stay."""
+def quoted_for_hydra(text: str) -> str:
+    """A text as Hydra reads it back: in quotes if it needs them. Its interpolations stay, unlike those of `quoted`."""
     has_interpolation = INTERPOLATION.search(text)
     has_syntax = has_interpolation or ESCAPED.search(text)
     if QUOTED_OR_NULL.fullmatch(text) or (has_syntax and _is_readable(text)):
         return text
-    return QuotedString(text.strip(), Quote.double).with_quotes() if has_interpolation else quoted(text.strip())
+    if has_interpolation:  # `quoted` would escape it
+        return QuotedString(text.strip(), Quote.double).with_quotes()
+    return quoted(text.strip())  # Hydra strips spaces outside quotes
 
 
 def _is_readable(text: str) -> bool:

@@ -22,6 +22,7 @@ from engine.process.output_files import write_file
 from engine.records.evaluated import Evaluated, without_nan
 
 PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
+LOGGED_STEPS = 2  # first steps, each of which has a line of the log if it is slow
 WAITING = 0.1  # share of the time between two records, from which a run warns that steps wait for data
 
 
@@ -131,20 +132,27 @@ class MetricsLogger:
 
         `data_s`: seconds of it that this rank waited for its minibatch. `ended_s`: the clock at its end; None: now.
         """
-        end_s = time.perf_counter() if ended_s is None else ended_s
-        seconds = end_s - self.step_started
-        self.step_started = end_s
-        sums: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
-        sums["seconds"] = seconds
-        self.recent_sums.update(sums)
-        self.process_sums.update(sums)
+        if ended_s is None:
+            ended_s = time.perf_counter()
+        seconds = ended_s - self.step_started
+        self.step_started = ended_s
+        step_values: dict[str, Any] = {
+            "steps": 1,
+            "loss": loss,
+            "gradient_norm": gradient_norm,
+            "images": images,
+            "data_s": data_s,
+            "seconds": seconds,
+        }
+        self.recent_sums.update(step_values)
+        self.process_sums.update(step_values)
         if self.process_sums["steps"] <= PLANNED_STEPS:
-            self.first_sums.update(sums)
+            self.first_sums.update(step_values)
         if self.process_sums["steps"] == 1:
             self.first_s = seconds
         self.done_steps += 1
         self.progress.update(self.task_id, advance=1)
-        if self.process_sums["steps"] <= 2 and seconds > SLOW_SECONDS:
+        if self.process_sums["steps"] <= LOGGED_STEPS and seconds > SLOW_SECONDS:
             self._log_slow_step(seconds, loss)
 
     def _log_slow_step(self, seconds: float, loss: float) -> None:

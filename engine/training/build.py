@@ -11,7 +11,7 @@ from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.schema.schedule import Schedule
 from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
-from engine.training.capture import CapturedMicroBatches, drawing_modules, listed_few
+from engine.training.capture import CapturedMicroBatches, listed_few, random_modules
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.cpu_gradients import KINDS, correct_gradients, wrong_gradients
@@ -132,8 +132,8 @@ def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World)
     if problem:
         return problem
     repeats = _repetition_key(trainer)
-    drawing = drawing_modules(getattr(network, "body", network)) if repeats else []
-    return f"{repeats} repeats modules that draw random numbers{listed_few(drawing)}" if drawing else None
+    names = random_modules(getattr(network, "body", network)) if repeats else []
+    return f"{repeats} repeats modules that draw random numbers{listed_few(names)}" if names else None
 
 
 def _repetition_key(trainer: Trainer) -> str:

@@ -177,7 +177,7 @@ class CapturedMicroBatches:
         if self.repeats and not torch.equal(before, torch.cuda.get_rng_state()):
             self.problem = (
                 f"{self.repeats} runs blocks a second time, and the network draws random numbers"
-                f"{listed_few(drawing_modules(self.network))}, which would be others in a CUDA graph"
+                f"{listed_few(random_modules(self.network))}, which would be others in a CUDA graph"
             )
             if self.requested:
                 raise ValueError(f"{self.problem}: {self.advice}")
@@ -201,7 +201,7 @@ class CapturedMicroBatches:
             self.replay, self.loss = self._record_graph(micro_batch)
             if pickle.dumps(generators) != pickle.dumps(_generator_states()):
                 raise NotCaptured(
-                    f"the network draws random numbers on the CPU{listed_few(drawing_modules(self.network))}, and a "
+                    f"the network draws random numbers on the CPU{listed_few(random_modules(self.network))}, and a "
                     f"CUDA graph would repeat them"
                 )
             names = self.gradients.names_outside()
@@ -288,13 +288,19 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def drawing_modules(network: nn.Module) -> list[str]:
+def random_modules(network: nn.Module) -> list[str]:
     """Names of the modules that draw random numbers in training, as far as the names of their classes say it."""
     return [
         name
         for name, module in network.named_modules()
-        if _DRAWS.search(type(module).__name__) and vars(module).get("p", vars(module).get("drop_prob", 1))
+        if _DRAWS.search(type(module).__name__) and _drop_probability(module)
     ]
+
+
+def _drop_probability(module: nn.Module) -> float:
+    """The probability with which a module drops values, by the names of PyTorch's and timm's; 1 if it has none."""
+    attributes = vars(module)
+    return attributes.get("p", attributes.get("drop_prob", 1))
 
 
 def listed_few(names: list[str]) -> str:
