@@ -98,7 +98,7 @@ def _begin(run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss) -> 
     if run.learner.captured is not None and getattr(loss, "asks_for_batch", False):
         run.learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
     run.begin(loss, minibatches)
-    delivered = run.delivered(minibatches, loss)
+    delivered = run.deliver_minibatches(minibatches, loss)
     run.stop.training = True
     if run.config.trainer.profile and run.world.first:
         return _profile_steps(delivered, run.config.trainer.profile, run.directory.path / "profile")

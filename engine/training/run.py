@@ -194,8 +194,11 @@ class Run(Generic[Config, Split]):
             parts[draws.name] = draws
         return parts
 
-    def delivered(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
-        """The minibatches on the device, one for each step, with its number if the loss asks for batches.
+    def deliver_minibatches(self, minibatches: Iterable[dict], loss: Any) -> Iterator[dict]:
+        """Yield the minibatches on the device, one for each step.
+
+        The watch follows the run, and notes each step. A sampler's draws of the step are taken. If the loss asks for
+        batches, the minibatch gets the numbers of its step and epoch.
 
         ValueError: a step's learning rate is no rate.
         """
@@ -204,16 +207,20 @@ class Run(Generic[Config, Split]):
         if self.watch is not None:
             self.watch.follow_run(self, loss)
         for step, minibatch in enumerate(prefetched(minibatches, self.world.device), start=self.start_step + 1):
-            for group in self.learner.optimizer.param_groups:
-                if not 0 <= group["lr"] < math.inf:
-                    rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
-                    raise ValueError(f"{rate} in step {step}: expected 0 or more")
+            self._check_rates(step)
             step_draws = draws.take() if isinstance(draws, Draws) else []
             if self.watch is not None:
                 self.watch.note_step(step, step_draws, minibatch)
             if asks_for_batch:
                 minibatch |= {"step": step, "epoch": self.schedule.epoch(step)}
             yield minibatch
+
+    def _check_rates(self, step: int) -> None:
+        """ValueError: a learning rate of the step is negative or not finite."""
+        for group in self.learner.optimizer.param_groups:
+            if not 0 <= group["lr"] < math.inf:
+                rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
+                raise ValueError(f"{rate} in step {step}: expected 0 or more")
 
     def _same_random_numbers(self) -> AbstractContextManager:
         """Context whose code, which is not ours, changes none of the numbers that training draws."""

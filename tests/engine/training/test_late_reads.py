@@ -47,7 +47,7 @@ class FakeRun(SimpleNamespace):
         self.config = SimpleNamespace(trainer=trainer, data=data)
         self.share_plans = lambda: self.events.append(("share", loop.PLANNED_STEPS))
         self.begin = lambda loss, minibatches: None  # nothing to continue
-        self.delivered = lambda minibatches, loss: minibatches
+        self.deliver_minibatches = lambda minibatches, loss: minibatches
 
     def save(self, step: int) -> None:
         self.events.append(("save", step))

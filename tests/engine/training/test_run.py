@@ -172,6 +172,8 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
 @pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
 def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
     learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
+    run = object.__new__(Run)
+    fields = {"watch": None, "world": World(), "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
+    vars(run).update(fields)
     with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
-        fields = {"watch": None, "world": World(), "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
-        next(Run.delivered(SimpleNamespace(**fields), [{}], None))
+        next(run.deliver_minibatches([{}], None))
