@@ -169,6 +169,6 @@ def test_a_sweep_of_a_command_without_run_directories_leaves_nothing(monkeypatch
 
 def test_jobs_have_hydra_s_options_of_their_sweep(swept, tmp_path):
     """A configuration of the user's own: without these, jobs would train another one."""
-    (tmp_path / "own.yaml").write_text("defaults:\n  - train_imagenet\n  - _self_\nseed: 5\n")
-    (command,) = swept("-m", "-cd", str(tmp_path), "optim.lr=choice(1)", "-cn", "own").values()
-    assert command[3:7] == ["-cd", str(tmp_path), "-cn", "own"]
+    (tmp_path / "sweep_of_mine.yaml").write_text("defaults:\n  - train_imagenet\n  - _self_\nseed: 5\n")
+    (command,) = swept("-m", "-cd", str(tmp_path), "optim.lr=choice(1)", "-cn", "sweep_of_mine").values()
+    assert command[3:7] == ["-cd", str(tmp_path), "-cn", "sweep_of_mine"]
