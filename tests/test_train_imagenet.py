@@ -88,7 +88,7 @@ def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained)
             evaluate(checked("eval", *options))
         reads_of_runs.append(sorted(reads))
     few, many = reads_of_runs
-    assert few == many and sum("evaluate_split" in read for read in few) > 0, reads_of_runs
+    assert few == many and sum("classification/accuracy.py" in read for read in few) > 0, reads_of_runs
 
 
 def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
