@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepless.units import bytes_of, share_of
+from keepless.units import bytes_of, share_of, size_text
 
 SIZES = {
     "12GiB": 12 * 2**30,
@@ -27,3 +27,18 @@ def test_units(text, expected):
 @pytest.mark.parametrize("text, expected", SHARES.items())
 def test_shares(text, expected):
     assert share_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    "count, expected",
+    [
+        (2**30, "1.00 GiB"),
+        (2**30 - 1, "1024.0 MiB"),
+        (3 * 2**29, "1.50 GiB"),
+        (2**20, "1.0 MiB"),
+        (2**20 - 1, "1024.0 KiB"),
+        (512, "0.5 KiB"),
+    ],
+)
+def test_sizes_as_text(count, expected):
+    assert size_text(count) == expected
