@@ -117,7 +117,7 @@ class LabelNames(NamedTuple):
         return max(sorted(counts), key=counts.__getitem__)
 
     def _as_options(self, **options: str) -> str:
-        """The words that set those of the options that differ from these names; "" if none does."""
+        """Advice to give the options that differ from these names; "" if none differs."""
         current = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
         words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != current[key])
         return words and f"give {words}"

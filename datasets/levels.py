@@ -39,7 +39,7 @@ def mean_and_deviation(dataset: SegmentationDataset, progress: Progress = None) 
 
 
 def is_decoded(index: int, images: int) -> bool:
-    """Whether an image, one of so many, is among those that are decoded for their levels although they have 8 bits."""
+    """Whether this image of `images` is in the sample whose levels are looked at, even if it has 8 bits."""
     return index % max(1, images // _DECODED) == 0
 
 

@@ -91,7 +91,7 @@ def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
 def parts_of(
     root: Path, labels: LabelFiles, lists: Mapping[str, tuple[str, bool]], sources: Mapping[str, str]
 ) -> dict[str, str]:
-    """{image: part} of the images on lists that are there; "" for those that are only on lists without a part.
+    """Map each existing image on a list to its part; to "" if all of its lists are without a part.
 
     `lists`: {name: (part, whether it holds this part)}. ValueError: a list cannot be read, or two parts have images of
     one source of `sources`.

@@ -276,6 +276,7 @@ def draw_lamp(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 
 def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
+    """A traffic sign on a pole."""
     _draw_pole(view, x, z, 2.6)
     centre = np.array(view.pixel(x, 2.5, z))
     radius = view.length(0.42, z, at_least=4)
@@ -289,6 +290,7 @@ def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 
 def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None:
+    """A traffic light on a pole, one of its lamps lit."""
     _draw_pole(view, x, z, 2.6)
     cx, bottom = view.pixel(x, 2.3, z)
     half = view.length(0.28, z, at_least=4)
@@ -301,12 +303,14 @@ def draw_light(view: View, rng: np.random.Generator, x: float, z: float) -> None
 
 
 def draw_bin(view: View, rng: np.random.Generator, x: float, z: float) -> None:
+    """A waste bin."""
     left, top = view.pixel(x - 0.35, 1.1, z)
     right, bottom = view.pixel(x + 0.35, 0, z)
     view.box(left, top, right, bottom, view.colour((60, 70, 62), z), STATIC)
 
 
 def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
+    """A car: from behind on the right, from the front on the left."""
     paint = np.array(_PAINTS[rng.integers(len(_PAINTS))]) * rng.uniform(0.8, 1.1)
 
     def draw_part(
@@ -331,6 +335,7 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 
 def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> None:
+    """A walking person."""
     height = rng.uniform(1.55, 1.9)
     coat, legs = (np.array(_CLOTHES[rng.integers(len(_CLOTHES))]) for _ in range(2))
     skin = np.array([205, 160, 130]) * rng.uniform(0.5, 1.1)

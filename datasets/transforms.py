@@ -220,7 +220,7 @@ def scale_and_crop(
 
 
 def _average_blocks(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The mean of each block; those that reach beyond the image are filled with its last pixels."""
+    """The mean of each block. Blocks that cross the border are filled up with the border's pixels."""
     bottom = -pixels.shape[0] % height
     right = -pixels.shape[1] % width
     if bottom or right:

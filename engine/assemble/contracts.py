@@ -155,7 +155,7 @@ def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
 
 
 def _frames(error: BaseException) -> list[FrameType]:
-    """The frames of an error's traceback, innermost first, after those of its causes."""
+    """The frames of an error's traceback, innermost first. Frames of its causes come before them."""
     causes = [] if error.__cause__ is None else _frames(error.__cause__)
     return [*causes, *reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])]
 

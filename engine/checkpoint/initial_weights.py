@@ -106,6 +106,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     tensors = weights.tensors if is_released else weights.converted()
 
     def skip(tensor_name: str, tensor: Tensor) -> str | None:
+        """Why a tensor of the file is left out; None if it is loaded."""
         if init.part == "body" and not is_of_body(tensor_name):
             return "init.part=body"
         if weights.classes is None and is_of_classifier(tensor_name):

@@ -89,9 +89,9 @@ class RunDirectory:
         )
 
     def finish_saving(self) -> None:
-        """Wait until what `start_saving` began is written, and check the folder.
+        """Wait until the save that `start_saving` began is written, then check the folder.
 
-        Raises the error of that save, once, or that of `check_in_place`.
+        If the save failed, its error is raised, once. `check_in_place` may raise OSError.
         """
         saving = self._saving
         self._saving = None
@@ -282,7 +282,7 @@ class RunDirectory:
 
 
 def _adopt_measured_normalisation(config: TrainingRun, recorded: TrainingRun) -> None:
-    """Set the mean and std that are to be measured to those that the recorded run measured when it began."""
+    """Where mean and std are measured, take what the recorded run measured at its start."""
     if config.data.is_measured:
         config.data.mean = config.data.mean or recorded.data.mean
         config.data.std = config.data.std or recorded.data.std

@@ -125,7 +125,7 @@ def _parsed_arguments(arguments: Sequence[str], parser: ArgumentParser) -> tuple
 
 @contextmanager
 def _configurations_of(name: str, options: Namespace, words: Sequence[str]) -> Iterator[None]:
-    """Context in which a command's configurations are those of its plugins and of Hydra's options, too.
+    """Context in which Hydra also finds configurations of plugins and of --config-dir and --config-name.
 
     ValueError: a plugin cannot be loaded.
     """

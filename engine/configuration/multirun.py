@@ -95,7 +95,7 @@ class Jobs:
     def run(
         self, jobs: Sequence[Job], console: Console, process_count: int = 1, jobs_here: str = ""
     ) -> dict[str, JobFailed]:
-        """Run jobs one after the other, unless they have ended; return {title: error} of those that failed.
+        """Run the jobs that have not ended, one after the other. Returns {title: error} of failed jobs.
 
         `jobs_here`: see `distributed.JOBS_HERE`. Preempted: see `run_jobs`.
         """

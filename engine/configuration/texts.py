@@ -93,7 +93,7 @@ def fits(text: str, declared: Declared) -> bool:
 
 
 def quoted_for_hydra(text: str) -> str:
-    """A text as Hydra reads it back: in quotes if it needs them. Its interpolations stay, unlike those of `quoted`."""
+    """Quote a text for Hydra, if it needs quotes. Interpolations stay active; `quoted` escapes them."""
     has_interpolation = INTERPOLATION.search(text)
     has_syntax = has_interpolation or ESCAPED.search(text)
     if QUOTED_OR_NULL.fullmatch(text) or (has_syntax and _is_readable(text)):
