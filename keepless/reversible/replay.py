@@ -118,7 +118,7 @@ class Section:
         """Context of a repetition, in the state of the first run. It fills the slots, if any is still empty.
 
         RuntimeError if a parameter, or a buffer that the first run did not change, was modified or replaced since, or
-        if the saved tensors differ in number or metadata; see also `State.repetition`.
+        if the saved tensors differ in number or metadata.
         """
         self.state.check_constants()
         has_empty_slots = self._has_empty_slots()
@@ -140,9 +140,8 @@ class Section:
 
     @contextmanager
     def _filling_slots(self) -> Iterator[None]:
-        """Context in which saved tensors fill the slots. The graph made here ends with it."""
+        """Context in which saved tensors fill the slots."""
         references = iter(self.slots)
-        ended = False
 
         def pack(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
@@ -154,19 +153,8 @@ class Section:
                     slot.fill(tensor)
             return tensor.detach()
 
-        def unpack(tensor: Tensor) -> Tensor:
-            if ended:
-                raise RuntimeError(
-                    "a value that a branch of a reversible module stored elsewhere was differentiated after the branch "
-                    "had run again in a backward pass: differentiate only what the module returns"
-                )
-            return tensor
-
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-                yield
-        finally:
-            ended = True
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
         if next(references, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 

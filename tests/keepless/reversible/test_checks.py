@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless import AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
-from keepless.reversible import checks, replay, state
+from keepless.reversible import checks, replay
 from keepless.torch_internals import FakeTensorMode
 from tests.cuda import NEEDS_CUDA
 from tests.keepless.reversible.test_modules import IMAGES, additive, step, twins
@@ -104,7 +104,7 @@ def capturing(monkeypatch):
     def refused(*arguments):
         raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
-    for module in (checks, replay, state):
+    for module in (checks, replay):
         monkeypatch.setattr(module, "is_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", refused)
     monkeypatch.setattr(torch.cuda, "set_rng_state", refused)
