@@ -6,8 +6,8 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import CoroutineType, FrameType, GeneratorType
-from typing import Any, NamedTuple, NoReturn
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,8 @@ def share_plans(network: nn.Module) -> None:
     Each rank measures its own times, so plans may differ, and the slowest rank delays the others. Plans do not change
     gradients. ValueError if the network has no budget.
     """
-    hooks = _hooks_of(network, "share_plans")
+    check_module(network, "share_plans")
+    hooks = _hooks_of(network)
     if hooks is None or hooks.signatures.budget is None:
         raise ValueError("share_plans got a network without a budget: call recompute_activations(network, budget=…)")
     if dist.is_initialized():
@@ -146,7 +147,8 @@ def report(network: nn.Module) -> Report:
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
-    hooks = _hooks_of(network, "report")
+    check_module(network, "report")
+    hooks = _hooks_of(network)
     if hooks is None or hooks.kept is None:
         raise ValueError(
             "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
@@ -156,7 +158,7 @@ def report(network: nn.Module) -> Report:
 
 def plan_of(network: nn.Module) -> Plan | None:
     """The plan that the last forward pass of a prepared network was given; None if it had none."""
-    hooks = _hooks_of(network, "prove")
+    hooks = _hooks_of(network)
     return None if hooks is None else hooks.plan
 
 
@@ -180,30 +182,21 @@ def _recorded_modules(network: nn.Module) -> list[nn.Module]:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Remove our hooks from a module."""
-    hooks = _hooks_of(module, "undo")
-    if hooks is not None:
-        hooks.remove_gradient_hook()
+    """Remove our hooks from a module, if it has any."""
+    hooks = _hooks_of(module)
+    if hooks is None:
+        return
+    hooks.remove_gradient_hook()
     for registered in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in registered.items() if _is_ours(hook)]:
+        for key in [key for key, hook in registered.items() if getattr(hook, "__self__", None) is hooks]:
             del registered[key]
             for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 options.pop(key, None)
-    module.__dict__.pop(_PREPARES_SCRIPT, None)
 
 
-def _hooks_of(network: nn.Module, receiver: str) -> "_Hooks | None":
-    """Our hooks on a network. ValueError if it is not a module: see `check_module`."""
-    check_module(network, receiver)
-    methods: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
-    return methods[0].__self__ if methods else None
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _Hooks)
-
-
-_PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
+def _hooks_of(module: nn.Module) -> "_Hooks | None":
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+    return next((owner for owner in owners if isinstance(owner, _Hooks)), None)
 
 
 class _ForwardPass(NamedTuple):
@@ -233,7 +226,6 @@ class _Hooks:
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.plan: Plan | None = None  # of the last forward pass
         self.gradient_hook: RemovableHandle | None = None  # of a parameter, until the module is called
-        self.is_generator = False  # a warning says that it returns one
         self.is_compiled = False  # a compiled graph has called the module
         self.has_named_mode = False  # a warning has named a mode that changes results
 
@@ -247,7 +239,6 @@ class _Hooks:
         """
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         module.register_forward_hook(self.leave, always_call=True)
-        module.__dict__[_PREPARES_SCRIPT] = self.refuse_script
         if expects_call:
             self._set_gradient_hook(module)
 
@@ -313,19 +304,10 @@ class _Hooks:
         recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
         self.kept = recording.kept
         self.plan = None if recording.signature is None else recording.signature.plan
-        if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
-            self.is_generator = True
-            _say_that_calls_run_later(module, output)
         self.signatures.pass_has_ended(module, recording, output)
         if recording.registry.refused_mode is not None and not self.has_named_mode:
             self.has_named_mode = True
             _say_that_a_mode_changes_results(recording.registry.refused_mode)
-
-    def refuse_script(self) -> NoReturn:
-        raise RuntimeError(
-            "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) first, "
-            "or use torch.jit.trace"
-        )
 
 
 def _can_record() -> bool:
@@ -362,13 +344,6 @@ def _warn_of_compiled_parts(network: nn.Module) -> None:
         warn(_COMPILED.format(f"torch.compile ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"))
 
 
-def _say_that_calls_run_later(module: nn.Module, output: object) -> None:
-    warn(
-        f"the forward pass of {type(module).__name__} returns a {type(output).__name__}, whose calls run later, so "
-        f"everything is saved: return tensors, or compute the loss inside `with keepless.recomputing():`"
-    )
-
-
 def _say_that_a_mode_changes_results(mode: type) -> None:
     warn(
         f"nothing is recomputed under {mode.__name__}, because this mode may change what functions compute: the step "
@@ -381,8 +356,7 @@ def _warn_if_parts_are_called(network: nn.Module) -> None:
     parts = {
         path: part
         for path, part in parts_with_forward(network).items()
-        if any(parameter.grad is not None for parameter in part.parameters())
-        and not any(map(_is_ours, part._forward_hooks.values()))
+        if any(parameter.grad is not None for parameter in part.parameters()) and _hooks_of(part) is None
     }
     if parts:
         names = f"sub-module{'s' if len(parts) > 1 else ''} {', '.join(map(repr, [*parts][:3]))}"
