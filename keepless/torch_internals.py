@@ -7,7 +7,7 @@ Tested with torch 2.11.0 and 2.14.1, each with its own Triton. If a part is miss
 | `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, dropout's p | the result is kept |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | the eager backend is used |
-| what `getattr`, `hasattr` ask for | profilers, CUDA streams, `nn.SyncBatchNorm`'s node | they go unnoticed |
+| what `getattr`, `hasattr` ask for | profilers, `nn.SyncBatchNorm`'s node | they go unnoticed |
 | everything else in the `try` below | | ImportError when this package is imported |
 | what only a function's body names | e.g. FSDP2's dtype, CUDA graphs | AttributeError or ImportError in a call |
 
@@ -95,8 +95,6 @@ try:
     at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
     # The number of the running backward pass; -1 outside of one.
     backward_number: Callable[[], int] = torch._C._current_graph_task_id
-    # What `torch.no_grad` and the like call with a truth value. Function modes see it.
-    set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
     _disable_hooks = _hooks_of_torch._saved_tensors_hooks_disable
@@ -106,11 +104,8 @@ try:
     _skip = _dynamo._FrameAction.SKIP
     _SKIPPED = _dynamo._FrameExecStrategy(_skip, _skip)  # a function, and what it calls
     # Set and remove saved-tensor hooks: pack and unpack.
-    push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
-    push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
+    push_hooks: Callable[..., None] = _hooks_of_torch._push_saved_tensors_default_hooks
     pop_hooks: Callable[[], None] = _hooks_of_torch._pop_saved_tensors_default_hooks
-    # The address of the current stream of a CUDA device, by its index.
-    raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata, _parametrize._cache  # noqa: B018
 except (ImportError, AttributeError) as error:
@@ -312,29 +307,21 @@ def _packed_getter(name: str) -> Callable[[Any], Any]:
     return attrgetter(f"_raw_saved_{name}.data")
 
 
-@cache
-def saved_names(kind: Any) -> list[str]:
-    """The names under which PyTorch's nodes of a class save single tensors."""
-    prefix = "_raw_saved_"
-    list_name = "_raw_saved_tensors"
-    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != list_name]
-
-
 def single_tensors_packed_by(node: Any) -> tuple[Any, ...]:
     """What a node of PyTorch's holds for its single tensors: what hooks have packed, or the tensors themselves."""
+    kind: Any = type(node)
     try:
-        kind: Any = type(node)
         return _single_tensors_getter(kind)(node)
     except (AttributeError, RuntimeError):  # a list of tensors
         return ()
 
 
 @cache
-def _single_tensors_getter(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    names = [f"_raw_saved_{name}.data" for name in saved_names(kind)]
+def _single_tensors_getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    names = [name for name in dir(kind) if name.startswith("_raw_saved_") and name != "_raw_saved_tensors"]
     if not names:
         return lambda node: ()
-    getter = attrgetter(*names)
+    getter = attrgetter(*[f"{name}.data" for name in names])
     return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
@@ -346,11 +333,8 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 
 
 def all_packed_by(node: Any) -> list[Any]:
-    """What hooks have packed of all the tensors that a node has saved; none once a backward pass has freed it."""
-    with suppress(RuntimeError):
-        kind: Any = type(node)
-        return [*packed_by_function(node), *(packed_by(node, name) for name in saved_names(kind))]
-    return []
+    """What hooks have packed of the tensors that a node has saved; none once a backward pass has freed it."""
+    return [*packed_by_function(node), *single_tensors_packed_by(node)]
 
 
 def dropped_share(node: Any) -> float | None:
@@ -438,11 +422,7 @@ def hooks_are_allowed() -> bool:
     return _disabled_message() is None
 
 
-class _SetAside(threading.local):
-    hooks: Hooks | None = None  # of a recording, while `disable_saved_tensors_hooks` is in effect
-
-
-_set_aside = _SetAside()
+_set_aside = threading.local()  # its `hooks`: of a recording, while `disable_saved_tensors_hooks` is in effect
 
 
 def set_aside_while_disabled(is_ours: Callable[[Hooks], bool]) -> None:
@@ -460,9 +440,8 @@ def set_aside_while_disabled(is_ours: Callable[[Hooks], bool]) -> None:
 
     def enable() -> None:
         _enable_hooks()
-        hooks = _set_aside.hooks
+        hooks: Hooks | None = vars(_set_aside).pop("hooks", None)
         if hooks is not None:
-            _set_aside.hooks = None
             push_hooks(*hooks)
 
     _hooks_of_torch._saved_tensors_hooks_disable = disable
