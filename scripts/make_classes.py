@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from datasets import channels as of_channels
 from datasets import reading_errors
@@ -208,40 +209,54 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     label_counts = read_labels(config, labels.images, console)
     if label_counts.palettes.conflict is not None and config.data.palettes != "any":
         raise ValueError(f"{root}: {label_counts.palettes.conflict}. {palette_fix('data.')}")
-    notes = [
-        f"{description}: {first_of([*map(str, files)])}"
-        for description, files in (
-            (f"left out {len(labels.unpaired)} labels without an image", labels.unpaired),
-            (f"{len(labels.unlabelled)} images have no label, so no training takes them", labels.unlabelled),
-            (f"{len(label_counts.other_sizes)} labels are of another size than their image", label_counts.other_sizes),
-        )
-        if files
-    ]
     void = [] if config.ignored is None else [config.ignored]
-    notes += in_other_capitals(*([path.stem for path in paths] for paths in (labels.unlabelled, labels.unpaired)))
+    notes = notes_on_files(labels, label_counts.other_sizes)
     notes += about_unlisted(unlisted_names(file.parent, labels))
     notes += filter(None, [label_counts.palettes.about_grays()])
     notes += settle_kind(label_counts, void, config.gray)
     if len(label_counts.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(label_counts.pixels))}; expected one kind")
     ((kind, pixels),) = label_counts.pixels.items()
-    (labels_by_value,) = label_counts.labels.values()
-    ignored = [] if kind == COLOURS else void
-    values_of = dict(enumerate(sorted(pixels))) if kind == COLOURS else {number: number for number in sorted(pixels)}
+    values_of = {number: number for number in sorted(pixels)}
+    ignored = void
+    if kind == COLOURS:
+        values_of = dict(enumerate(sorted(pixels)))
+        ignored = []
     if len(values_of) <= 256:
-        names = [
-            f"{number} ignored" if number in ignored else f"{number} {label_counts.colours.get(value, '')}"
-            for number, value in values_of.items()
-        ]
-        counts = ([counter[value] for value in values_of.values()] for counter in (pixels, labels_by_value))
-        console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
+        console.print(id_table(label_counts, values_of, ignored, len(labels.images)))
     ids = {number: label_counts.colours.get(value) for number, value in values_of.items() if number not in ignored}
-    check_number(root, pixels, ids, ignored)
-    level_doubts = doubts_of_levels(label_counts.used, config.data.range16, "images", keys="data.")
-    for note in [*notes, *doubts(pixels, ids, ignored), *level_doubts]:
+    check_class_count(root, len(ids), ignored)
+    notes += doubts_about_classes(pixels, ids, ignored)
+    notes += doubts_of_levels(label_counts.used, config.data.range16, "images", keys="data.")
+    for note in notes:
         console.print(note, soft_wrap=True)
     write_file(file, classes_text(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
+
+
+def notes_on_files(labels: LabelFiles, other_sizes: list[str]) -> list[str]:
+    """Notes on labels and images without a partner, and on labels of another size than their image."""
+    files_by_note: dict[str, Sequence[object]] = {
+        f"left out {len(labels.unpaired)} labels without an image": labels.unpaired,
+        f"{len(labels.unlabelled)} images have no label, so no training takes them": labels.unlabelled,
+        f"{len(other_sizes)} labels are of another size than their image": other_sizes,
+    }
+    notes = [f"{note}: {first_of([*map(str, files)])}" for note, files in files_by_note.items() if files]
+    unlabelled = [path.stem for path in labels.unlabelled]
+    return [*notes, *in_other_capitals(unlabelled, [path.stem for path in labels.unpaired])]
+
+
+def id_table(counts: LabelCounts, values_of: Mapping[int, int], ignored: list[int], label_count: int) -> Table:
+    """Of each id: its colour, its pixels, and how many labels hold it. `values_of`: {id: value in the labels}."""
+    (pixels,) = counts.pixels.values()
+    (labels,) = counts.labels.values()
+    names = [
+        f"{number} ignored" if number in ignored else f"{number} {counts.colours.get(value, '')}"
+        for number, value in values_of.items()
+    ]
+    values = values_of.values()
+    title = f"ids in the labels ({label_count})"
+    return class_table(title, names, [pixels[value] for value in values], [labels[value] for value in values])
 
 
 def write_lists(
@@ -259,19 +274,12 @@ def write_lists(
     numbers = {part: number for number, part in enumerate(parts)}
     old_parts = np.array([numbers.get(listed.get(name, ""), -1) for name in names])
     part_of = divide_images(pixels, [sources[name] for name in names], [*parts.values()], config.seed, old_parts)
-    in_part = {part: part_of == number for number, part in enumerate(parts)}
     test_list = root / f"{WITHHELD}.txt"
     if os.path.lexists(test_list):
         console.print(f"the images on {test_list} are left out", soft_wrap=True)
-    rows = [["images", *map(str, np.bincount(part_of))]]
-    for name, counts in zip(classes, pixels.T, strict=True):  # the pixels of a class in each image
-        cells = []
-        for is_in_part in in_part.values():
-            share = counts[is_in_part].sum() / max(pixels[is_in_part].sum(), 1)
-            cells.append(f"{np.count_nonzero(counts[is_in_part])} ({share:.1%})")
-        rows.append([name, *cells])
     of_folds = ", in val.txt of each fold" if config.folds is not None else ""
-    console.print(table_of(["", *parts], rows, f"images that hold a class (share of the pixels){of_folds}"))
+    title = f"images that hold a class (share of the pixels){of_folds}"
+    console.print(table_of(["", *parts], rows_by_class(classes, pixels, part_of, len(parts)), title))
     group, beginnings = source_prefixes(names, len(parts))
     if config.group is None and not config.add and group:
         advice = f"remove the lists and add 'group={group}', which keeps them together"
@@ -279,17 +287,38 @@ def write_lists(
         console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
     lists = {stem: choice for stem, choice in config.lists().items() if choice[0] in parts}
     for stem, (part, holds_part) in lists.items():
-        is_on_list = in_part[part] == holds_part
+        is_on_list = (part_of == numbers[part]) == holds_part
         new_names = [name for name, is_on in zip(names, is_on_list, strict=True) if is_on and name not in listed]
-        content = (root / f"{stem}.txt").read_bytes() if config.add else b""
-        if content and not content.endswith(b"\n"):
-            content += b"\n"
-        write_file(root / f"{stem}.txt", content + "".join(f"{name}\n" for name in new_names).encode())
+        write_list(root / f"{stem}.txt", new_names, config.add)
     verb = f"added {sum(name not in listed for name in names)} images to" if config.add else "wrote"
     console.print(f"{verb} {', '.join(f'{stem}.txt' for stem in lists)} in {root}", soft_wrap=True)
     if not config.add:
         record = {"about": RECORDED, **config.record(), "seed": config.seed}
         write_file(root / config.record_name, json.dumps(record, indent=1) + "\n")
+
+
+def rows_by_class(classes: Sequence[str], pixels: np.ndarray, part_of: np.ndarray, part_count: int) -> list[list[str]]:
+    """Rows for all images and for each class: the images of each part, and the class's share of its pixels.
+
+    `pixels`: (images, classes); `part_of`: the number of each image's part.
+    """
+    in_parts = [part_of == number for number in range(part_count)]
+    rows = [["images", *map(str, np.bincount(part_of))]]
+    for name, counts in zip(classes, pixels.T, strict=True):
+        cells = []
+        for is_in_part in in_parts:
+            share = counts[is_in_part].sum() / max(pixels[is_in_part].sum(), 1)
+            cells.append(f"{np.count_nonzero(counts[is_in_part])} ({share:.1%})")
+        rows.append([name, *cells])
+    return rows
+
+
+def write_list(file: Path, names: Sequence[str], add: bool) -> None:
+    """Write a list of names, or add them to its end."""
+    content = file.read_bytes() if add else b""
+    if content and not content.endswith(b"\n"):
+        content += b"\n"
+    write_file(file, content + "".join(f"{name}\n" for name in names).encode())
 
 
 def pixels_by_class(
@@ -362,18 +391,20 @@ def has_large_gaps(ids: Set[int]) -> bool:
     return max(ids) >= 64 and max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
 
 
-def check_number(root: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> None:
-    """ValueError if the number of classes cannot be trained."""
-    if len(ids) not in TRAINED:
+def check_class_count(root: str, class_count: int, ignored: list[int]) -> None:
+    """ValueError if so many classes cannot be trained."""
+    if class_count not in TRAINED:
         without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
         many = ". Smoothed (antialiased) edges and JPEG make values of their own: export as PNG, without them"
         raise ValueError(
-            f"{root}: the number of classes in the labels is {len(ids)}{without}; expected {TRAINED[0]} to "
-            f"{TRAINED[-1]}{many if len(ids) > TRAINED[-1] else ''}"
+            f"{root}: the number of classes in the labels is {class_count}{without}; expected {TRAINED[0]} to "
+            f"{TRAINED[-1]}{many if class_count > TRAINED[-1] else ''}"
         )
 
 
-def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
+def doubts_about_classes(
+    pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]
+) -> Iterator[str]:
     """What may be wrong with the classes."""
     unseen = [number for number in range(max(ids)) if number not in ids and number not in ignored]
     if unseen:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,8 +62,6 @@ CLASSES = "classes.json"
 TABLE = "predictions.csv"
 SUFFIXES = {"probabilities": "npy"}  # of the others png
 _USUAL = LabelNames()
-T = TypeVar("T")
-# Whether the files that exist are ours: classes.json is the list of an output's pictures, see `check_written`.
 
 
 def label_names(data: Data) -> LabelNames:
@@ -88,43 +86,30 @@ def predict(options: Prediction) -> list[Path]:
     output = Path(options.output)
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
-    segments = isinstance(network, Segmenter)
-    title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
-    page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
     images = find_images(source, output, network.channels, label_names(config.data))
     check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
+    title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
+    page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
+    findings = Findings()
+    writer: PictureWriter | TableWriter = TableWriter(network, options, page)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
-    findings = Findings()
-    written: list[Path] = [] if segments else [output / TABLE]
-    rows: list[list[str]] = []
+        writer = PictureWriter(network, options, page, findings)
     since_s = 0.0
     with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
             shown_path = str(file.relative_to(source if source.is_dir() else source.parent))
-            image = findings.decode(file, shown_path, network)
-            if image is None:
+            pixels = findings.decode(file, shown_path, network)
+            if pixels is None:
                 continue
             if findings.images < 3:  # the first may take longer than others
                 since_s = time.perf_counter()
-            picture = of_channels.picture(image, network.shown)
-            add = partial(page.add, shown_path, picture) if options.report else None
-            if isinstance(network, Segmenter):
-                places = {kind: output / kind / f"{name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
-                written.append(places["ids"])
-                predicted = network.start_prediction(image, options.probabilities)
-                segment = partial(segmentation_of, network, picture, predicted, options)
-                make = partial(findings.call_unless_too_large, file, segment)
-                layers = 2 + (2 * len(network.classes) if options.probabilities else 0)  # these in float32 and float16
-                files.add(make, partial(write_segmented, places, add), layers * image.nbytes)
-            else:
-                note = partial(note_classes, rows, [shown_path], network.classes, options.top_k, add)
-                files.add(network.start_prediction(image), note, image.nbytes)
+            picture = of_channels.picture(pixels, network.shown)
+            writer.start(files, InputImage(name, file, shown_path, pixels, picture))
     if findings.images > 1:
         logger.info(speed_of(findings.images - 1, since_s))
-    if not segments:
-        write_table(output / TABLE, rows)
+    written = writer.finish()
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
     for doubt in findings.doubts(source, network.range16):
@@ -134,6 +119,16 @@ def predict(options: Prediction) -> list[Path]:
     if bad:
         raise ValueError("\n".join([f"{len(bad)} of {len(images)} images were not predicted:", *bad]))
     return written
+
+
+class InputImage(NamedTuple):
+    """A decoded image."""
+
+    name: str  # of its results, see `find_images`
+    file: Path
+    shown_path: str  # in tables and on the page
+    pixels: np.ndarray  # (H, W, C)
+    picture: np.ndarray  # what a page or an overlay shows, uint8 (H, W, 3) RGB
 
 
 @dataclass
@@ -171,47 +166,96 @@ class Findings:
         text = str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
         self.unreadable.append(text)
 
-    def call_unless_too_large(self, file: Path, make: Callable[[], T]) -> T | None:
-        """What `make` returns; None if memory runs out, which is noted."""
+
+class Segmented(NamedTuple):
+    """An image's prediction, and the contents of its files, by kind."""
+
+    shares: np.ndarray  # of each class
+    ids: np.ndarray  # train ids, uint8 (H, W)
+    contents: dict[str, bytes]
+
+
+class PictureWriter:
+    """Segments images and writes their pictures; adds them to the page if a report is asked for."""
+
+    def __init__(self, network: Segmenter, options: Prediction, page: Page, findings: "Findings"):
+        self.network = network
+        self.options = options
+        self.page = page
+        self.findings = findings
+        self.id_files: list[Path] = []
+
+    def start(self, files: WrittenBehind, image: InputImage) -> None:
+        """Start to segment an image. Its files are written behind; memory that runs out is noted."""
+        output = Path(self.options.output)
+        paths = {kind: output / kind / f"{image.name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
+        self.id_files.append(paths["ids"])
+        wait = self.network.start_prediction(image.pixels, self.options.probabilities)
+        layers = 2
+        if self.options.probabilities:
+            layers += 2 * len(self.network.classes)  # in float32 and float16
+        segment = partial(self._segmented_if_memory_lasts, image, wait)
+        files.add(segment, partial(self._write, image, paths), layers * image.pixels.nbytes)
+
+    def _segmented_if_memory_lasts(self, image: InputImage, wait: Callable[[], np.ndarray]) -> Segmented | None:
         try:
-            return make()
+            return self._segmented(image, wait)
         except MemoryError as error:
-            self.put_aside(file, error)
+            self.findings.put_aside(image.file, error)
             return None
 
+    def _segmented(self, image: InputImage, wait: Callable[[], np.ndarray]) -> Segmented:
+        """Wait for an image's prediction and encode its files."""
+        prediction = wait()  # ids, or (K, H, W)
+        ids = self.network.classes_by(prediction) if self.options.probabilities else prediction
+        colours = self.network.palette[ids]
+        contents = {
+            "ids": png(self.network.label_ids[ids]),
+            "colour": png(colours),
+            "overlays": png(overlay(image.picture, colours)),
+        }
+        if self.options.probabilities:
+            contents["probabilities"] = npy(prediction.astype(np.float16))
+        shares = np.bincount(ids.reshape(-1), minlength=len(self.network.classes)) / ids.size
+        return Segmented(shares, ids, contents)
 
-def segmentation_of(
-    network: Segmenter, image: np.ndarray, predicted: Callable[[], np.ndarray], options: Prediction
-) -> tuple[np.ndarray, np.ndarray, dict[str, bytes]]:
-    """Wait for an image's prediction: the share of each class, train ids, uint8 (H, W), and contents of the files."""
-    prediction = predicted()  # ids, or (K, H, W)
-    contents = {}
-    if options.probabilities:
-        contents["probabilities"] = npy(prediction.astype(np.float16))
-    ids = network.classes_by(prediction) if options.probabilities else prediction
-    colours = network.palette[ids]
-    contents |= {"ids": png(network.label_ids[ids]), "colour": png(colours), "overlays": png(overlay(image, colours))}
-    return np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids, contents
+    def _write(self, image: InputImage, paths: dict[str, Path], segmented: Segmented | None) -> None:
+        """Write an image's files and add it to the page; nothing for an image that was put aside."""
+        if segmented is None:
+            return
+        for kind, content in segmented.contents.items():
+            write_file(paths[kind], content)
+        if self.options.report:
+            self.page.add(image.shown_path, image.picture, segmented.shares, segmented.ids)
+
+    def finish(self) -> list[Path]:
+        """The files of ids, one for each image."""
+        return self.id_files
 
 
-def write_segmented(places: dict[str, Path], add: Callable | None, prediction: tuple | None) -> None:
-    """Write the files of an image, see `segmentation_of`, and add it to the page; nothing of one that was put aside."""
-    if prediction is None:
-        return
-    shares, ids, contents = prediction
-    for kind, content in contents.items():
-        write_file(places[kind], content)
-    if add is not None:
-        add(shares, ids)
+class TableWriter:
+    """Classifies images and collects the likeliest classes of each for a table; adds them to the page if asked for."""
 
+    def __init__(self, network: Segmenter | Classifier, options: Prediction, page: Page):
+        self.network = network
+        self.options = options
+        self.page = page
+        self.rows: list[list[str]] = []
 
-def note_classes(
-    rows: list, row: list[str], classes: Sequence[str], top_k: int, add: Callable | None, probabilities: np.ndarray
-) -> None:
-    """Add the likeliest classes of an image to the table, and to the page."""
-    rows.append([*row, *likeliest(probabilities, classes, top_k)])
-    if add is not None:
-        add(probabilities)
+    def start(self, files: WrittenBehind, image: InputImage) -> None:
+        """Start to classify an image. Its row is added behind, in order."""
+        files.add(self.network.start_prediction(image.pixels), partial(self._add_row, image), image.pixels.nbytes)
+
+    def _add_row(self, image: InputImage, probabilities: np.ndarray) -> None:
+        self.rows.append([image.shown_path, *likeliest(probabilities, self.network.classes, self.options.top_k)])
+        if self.options.report:
+            self.page.add(image.shown_path, image.picture, probabilities)
+
+    def finish(self) -> list[Path]:
+        """Write the table and return its path."""
+        path = Path(self.options.output) / TABLE
+        write_table(path, self.rows)
+        return [path]
 
 
 def likeliest(probabilities: np.ndarray, classes: Sequence[str], count: int) -> list[str]:

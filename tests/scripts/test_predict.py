@@ -392,14 +392,14 @@ def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path
     for name, side in (("a", 60), ("b", 90), ("c", 50)):
         trees.picture(tmp_path / "in" / f"{name}.png", (side, 72))
     monkeypatch.setattr("datasets.stored.MOST_PIXELS", 80 * 72)
-    segmented = predict.__globals__["segmentation_of"]
+    overlay = predict.__globals__["overlay"]
 
-    def short_of_memory(network, image, *arguments):
+    def short_of_memory(image, colours):
         if len(image) == 60:
             raise MemoryError("out of memory")
-        return segmented(network, image, *arguments)
+        return overlay(image, colours)
 
-    monkeypatch.setitem(predict.__globals__, "segmentation_of", short_of_memory)
+    monkeypatch.setitem(predict.__globals__, "overlay", short_of_memory)
     with pytest.raises(ValueError, match="2 of 3 images were not predicted") as error:
         run(trained, tmp_path / "in", tmp_path / "out")
     assert "b.png: has more than 0 megapixels; expected fewer: cut large images" in str(error.value)
