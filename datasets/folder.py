@@ -119,39 +119,19 @@ def folder(
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     options = LabelNames(label_folder, label_suffix, keys, image_folder)
-    split = split_of_fold(split, fold)
     root = _LAYOUT.top(root)
     options.check()
-    split_path = _split_path(root, split, options)
-    above, inside, is_listed = _place_of_split(root, split, split_path, options)
-    images_in = above / image_folder / inside
-    if not images_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {images_in} is missing", root, _missing_split_advice(root, options))
-    suffixes = image_suffixes(channels)
-    image_files = _LAYOUT.files(root, images_in, suffixes, images_of=split, deep=True, rare_suffixes=LAST_SUFFIXES)
-    images = options.images(image_files)
-    labels = options.labels(above / label_folder / inside)
-    unpaired = [path for name, path in labels.items() if name not in images]
+    split = split_of_fold(split, fold)
+    place = _place_of_split(root, split, options)
+    images, labels = _images_and_labels(root, split, place, channels, options)
+    names: Sequence[str] = [*images]
+    if place.is_list:
+        names = listed or names_on_list(root, place.path, images, options)
+    files = _pair_labels(root, place, {name: images[name] for name in names}, labels, options)
+    files = [entry._replace(name=stored_name(entry, place.images)) for entry in files_of_names(files, names)]
+    used_paths = {*map(str, (*images.values(), *labels.values()))}
     labelled = {name: path for name, path in images.items() if name in labels}
-    if not is_listed and labels:  # one without a label is passed over, as before its suffix was read
-        usable = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
-        images = usable or images
-    paths = {*map(str, (*images.values(), *labels.values()))}
-    strays = [entry.path for _, entry in files_in(images_in) if entry.path not in paths]
-    if listed:
-        order = [*listed]
-    elif is_listed:
-        order = names_on_list(root, split_path, images, options)
-    else:
-        order = [*images]
-    if is_listed:
-        images, labels = ({name: files[name] for name in order if name in files} for files in (images, labels))
-    if split_path.name == WITHHELD and not labels:
-        files = [Files(name, path) for name, path in images.items()]
-    else:
-        files = _pair_labels(root, above, inside, images, labels, options)
-    files = [entry._replace(name=stored_name(entry, images_in)) for entry in files_of_names(files, order)]
-    unlisted = [] if not is_listed or listed else names_on_no_list(root, split_path, labelled)
+    unlisted = names_on_no_list(root, place.path, labelled) if place.is_list and not listed else []
     table = _classes_of(root)
     return SegmentationDataset(
         "folder",
@@ -162,35 +142,76 @@ def folder(
         turned=True,
         label_fix=_LABEL_FIX.format(root / CLASSES),
         palette_fix=None if palettes == "any" else palette_fix(keys),
-        remarks=remarks_on(unpaired, strays, [entry.image for entry in files], unlisted=unlisted),
+        remarks=remarks_on(
+            [path for name, path in labels.items() if name not in images],
+            [entry.path for _, entry in files_in(place.images) if entry.path not in used_paths],
+            [entry.image for entry in files],
+            unlisted,
+        ),
         channels=channels,
         channels_key=f"{keys}channels",
         shown=shown,
     )
 
 
-def _place_of_split(root: Path, split: str, split_path: Path, options: LabelNames) -> tuple[Path, str, bool]:
-    """Of a split: the folder above images and labels, the folder in both that holds it, and whether it is a list."""
-    images = root / options.image_folder
-    if split_path != root and (not images.is_dir() or (split_path / options.image_folder).is_dir()):  # DIR/train/images
-        return split_path, "", False
+class _Place(NamedTuple):
+    """Where a split lies: its images and labels have folders of their own, or share them with other lists."""
+
+    path: Path  # of its folder in the dataset's, or of its list without .txt
+    above: Path  # the folder that holds those of images and of labels
+    images: Path
+    labels: Path
+    is_list: bool
+
+
+def _place_of_split(root: Path, split: str, options: LabelNames) -> _Place:
+    """Where a split lies, or would be. ValueError if that is not in `root`."""
+    if {"/", ".."} & {*Path(split).parts}:
+        raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
+    path = root / split
+    if not path.is_dir() and not Path(f"{path}.txt").is_file():
+        same = [name for name in folder_splits(root, options=options) if composed(name) == composed(split)]
+        path = root / same[0] if len(same) == 1 else path
+    images, labels = root / options.image_folder, root / options.folder
+    has_own_folder = (path / options.image_folder).is_dir() or not images.is_dir()
+    if path != root and has_own_folder:  # DIR/train/images
+        return _Place(path, path, path / options.image_folder, path / options.folder, is_list=False)
     if split and (images / split).is_dir() and not _lists(root, images):  # DIR/images/train
-        return root, split, False
-    return root, "", True
+        return _Place(path, root, images / split, labels / split, is_list=False)
+    return _Place(path, root, images, labels, is_list=True)
+
+
+def _images_and_labels(
+    root: Path, split: str, place: _Place, channels: int, options: LabelNames
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """{name: path} of the images and of the labels in a split's folders. ValueError: there is no image."""
+    if not place.images.is_dir():
+        problem = f"folder: the folder {place.images} is missing"
+        raise _LAYOUT.error(problem, root, _missing_split_advice(root, options))
+    suffixes = image_suffixes(channels)
+    files = _LAYOUT.files(root, place.images, suffixes, images_of=split, deep=True, rare_suffixes=LAST_SUFFIXES)
+    images = options.images(files)
+    labels = options.labels(place.labels)
+    if labels and not place.is_list:  # a file with a rare suffix and no label may be no image
+        usable = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
+        images = usable or images
+    return images, labels
 
 
 def _pair_labels(
-    root: Path, above: Path, inside: str, images: dict[str, Path], labels: dict[str, Path], options: LabelNames
+    root: Path, place: _Place, images: dict[str, Path], labels: dict[str, Path], options: LabelNames
 ) -> list[Files]:
-    """Images with their labels, by name. ValueError: one has no label in above/labels/`inside`."""
-    labels_in = above / options.folder / inside
+    """Images with their labels, by name; a split "test" may have none. ValueError: an image has no label."""
+    if place.path.name == WITHHELD and not images.keys() & labels.keys():
+        return [Files(name, path) for name, path in images.items()]
     fix = None
-    if not labels_in.is_dir() or images.keys() - labels.keys():
-        fix = options.advice(above, {os.path.join(inside, name): path for name, path in images.items()})
+    if images.keys() - labels.keys():
+        inside = place.images.relative_to(place.above / options.image_folder)
+        fix = options.advice(place.above, {(inside / name).as_posix(): path for name, path in images.items()})
         fix = fix or "add the labels, under the names of their images, or take the images out"
-    if not labels_in.is_dir():
-        raise _LAYOUT.error(f"folder: the folder {labels_in} is missing", root, fix)
-    files, _ = _LAYOUT.pair(images, labels, root, f"{labels_in}/NAME{options.suffix}.png", fix)
+    if not place.labels.is_dir():
+        raise _LAYOUT.error(f"folder: the folder {place.labels} is missing", root, fix)
+    files, _ = _LAYOUT.pair(images, labels, root, f"{place.labels}/NAME{options.suffix}.png", fix)
     return files
 
 
@@ -214,17 +235,6 @@ def palette_fix(keys: str = "") -> str:
     return (
         f"Export all labels with one palette, or give {keys}palettes=any: their ids then count, whatever the colours."
     )
-
-
-def _split_path(root: Path, split: str, options: LabelNames) -> Path:
-    """The folder of a split, or where it would be. ValueError if it is not in `root`."""
-    if {"/", ".."} & {*Path(split).parts}:
-        raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
-    below = root / split
-    if below.is_dir() or Path(f"{below}.txt").is_file():
-        return below
-    same = [name for name in folder_splits(root, options=options) if composed(name) == composed(split)]
-    return root / same[0] if len(same) == 1 else below
 
 
 def stored_name(entry: Files, folder: Path) -> str:
@@ -268,29 +278,33 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     fix = None
     for above in _folders_holding(root, {options.image_folder, options.folder}):
         labels = options.labels(above / options.folder)
-        images = None
         image_folder = above / options.image_folder
-        if image_folder.is_dir():
-            suffixes = image_suffixes(channels)
-            images = options.images(list_files(image_folder, suffixes, deep=True, rare_suffixes=LAST_SUFFIXES))
-            without = [path for name, path in images.items() if name not in labels]
-            if labels or above.name != WITHHELD:
-                label_files.unlabelled.extend(without)
-            fix = fix or (options.advice(above, images) if without else None)
-        for name, label in labels.items():
-            if images is None or name in images:
-                label_files.images[label] = None if images is None else images[name]
-            else:
-                label_files.unpaired.append(label)
+        if not image_folder.is_dir():
+            label_files.images.update(dict.fromkeys(labels.values()))
+            continue
+        images = options.images(
+            list_files(image_folder, image_suffixes(channels), deep=True, rare_suffixes=LAST_SUFFIXES)
+        )
+        label_files.images.update({path: images[name] for name, path in labels.items() if name in images})
+        label_files.unpaired.extend(path for name, path in labels.items() if name not in images)
+        unlabelled = [path for name, path in images.items() if name not in labels]
+        if labels or above.name != WITHHELD:
+            label_files.unlabelled.extend(unlabelled)
+        if unlabelled and fix is None:
+            fix = options.advice(above, images)
     if not label_files.images:
-        above = root.resolve().parent
-        if (above / options.image_folder).is_dir():
-            whole = above.parent if _splits_beside(above, options) else above
-            fix = fix or f"give {options.keys}root={whole}, the folder above"
-        fix = fix or options.twins_advice(root)
         labels_missing = "no labels of an image" if label_files.unpaired else "no labels"
+        fix = fix or _folder_above_advice(root, options) or options.twins_advice(root)
         raise _LAYOUT.error(f"folder: {labels_missing} in {root}", root, fix)
     return label_files
+
+
+def _folder_above_advice(root: Path, options: LabelNames) -> str | None:
+    """Advice to give the folder of the dataset if a folder in it was given."""
+    above = root.resolve().parent
+    if not (above / options.image_folder).is_dir():
+        return None
+    return f"give {options.keys}root={above.parent if _splits_beside(above, options) else above}, the folder above"
 
 
 def _folders_holding(root: Path, names: Set[str]) -> Iterator[Path]:
