@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -42,58 +43,44 @@ def require_cache_folder(user: str, instead: str) -> Path:
 
 
 def make_private(folder: Path) -> Path | None:
-    """Make a folder that only this user may enter; None if something else, or another user's folder, has its name.
+    """Make a folder that only this user may enter; None if another folder, or something else, has its name.
 
-    Several processes may make it at once. An older one of this user's becomes private, unless others wrote into it.
-    OSError: it cannot be made.
+    Several processes may make it at once. OSError: it cannot be made.
     """
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    user = os.getuid()
     state = os.lstat(folder)
     parent_mode = os.stat(folder.parent).st_mode
     is_replaceable = parent_mode & stat.S_IWOTH and not parent_mode & stat.S_ISVTX  # by anybody
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != user or is_replaceable:
-        return None
-    mode = stat.S_IMODE(state.st_mode)
-    if mode != 0o700:
-        os.chmod(folder, 0o700)  # before the search, so that nobody adds a file during it
-        paths = (Path(top, name) for top, folders, files in os.walk(folder) for name in (*folders, *files))
-        if any(path.lstat().st_uid != user for path in paths):
-            os.chmod(folder, mode)
-            return None
-    return folder
+    is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077
+    return folder if is_private and not is_replaceable else None
 
 
 @contextmanager
 def alone_in(folder: Path, partial: str) -> Iterator[None]:
     """Context for writing into a folder of the cache: one process at a time, if the file system has locks.
 
-    Files and folders whose names begin with `partial`, which killed processes left there, are removed, unless the
-    folder is a link.
+    Files and folders whose names begin with `partial`, which killed processes left there, are removed. No link is
+    followed, not even `folder`.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a network folder without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            _remove_contents(folder, partial)
+            for path in () if folder.is_symlink() else folder.iterdir():
+                if path.name.startswith(partial):
+                    _remove(path)
         yield
     finally:
         os.close(descriptor)
 
 
-def _remove_contents(folder: Path | str, prefix: str = "", above: int | None = None) -> None:
-    """Remove what is in a folder, or only names that begin with `prefix`. No link is followed, not even `folder`."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-    try:
-        for name in filter(lambda name: name.startswith(prefix), os.listdir(descriptor)):
-            try:
-                os.unlink(name, dir_fd=descriptor)
-            except (IsADirectoryError, PermissionError):  # PermissionError: a folder, on other systems than Linux
-                _remove_contents(name, above=descriptor)
-                os.rmdir(name, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
+def _remove(path: Path) -> None:
+    """Remove a folder and all in it, or a file or link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def read_arrays(file: Path, names: Iterable[str]) -> list[np.ndarray] | None:

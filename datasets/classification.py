@@ -31,6 +31,7 @@ class ClassificationDataset(Dataset):
     channels = COLOURS
     channels_key = None  # always red, green and blue
     shown = None
+    palette_fix = None
 
     name: str
     split: str
@@ -55,6 +56,11 @@ class ClassificationDataset(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether images are read from `files`; not if they are in memory."""
+        return self.pixels is None
+
     def __repr__(self) -> str:
         counts = f"{len(self):,} images of {self.channels} channels, {len(self.classes)} classes"
         return f"{type(self).__name__}({self.name} {self.split}: {counts})"
@@ -62,6 +68,10 @@ class ClassificationDataset(Dataset):
     def names_and_sizes(self) -> tuple[str, str]:
         """Hashes of the files' names below the dataset's folder, and of their sizes."""
         return self.files.names_and_sizes()
+
+    def fingerprint(self, version: list) -> str:
+        """Hexadecimal hash of the files, the classes and `version`, see `FileList.fingerprint`."""
+        return self.files.fingerprint([version, self.name, self.split, *self.classes])
 
     def first(self, count: int) -> "ClassificationDataset":
         """The same dataset with its first `count` images."""

@@ -83,8 +83,6 @@ def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
 def _write_once(folder: Path, settings: dict, own_images: str, in_cache: bool) -> None:
     """Write a temporary folder and rename it: readers never see half a dataset, and one of two writers wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if (folder / _MARKER).is_file():  # written by another process in the meantime
-            return
         choice = "Choose another folder"
         if any((folder / name).exists() for name in (CLASSES, "images", "train/images")):
             choice = f"If it holds images of your own, {own_images}. {choice}"

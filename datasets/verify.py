@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,12 +101,8 @@ def verify(
     this call allows. The cache folder remembers success until a path, size or modification time changes. If there is
     none, or it cannot be written, the check runs every time.
     """
-    if isinstance(dataset, ClassificationDataset):
-        key = dataset.files.fingerprint([_CHECKS, [*dataset.range16], dataset.name, dataset.split, *dataset.classes])
-    else:
-        key = dataset.fingerprint([_CHECKS, [*dataset.range16], dataset.palette_fix, dataset.channels])
-    changes_unseen = isinstance(dataset, SegmentationDataset) and not dataset.has_files
-    folder = None if changes_unseen else cache_folder()
+    key = dataset.fingerprint([_CHECKS, [*dataset.range16], dataset.palette_fix, dataset.channels])
+    folder = cache_folder() if dataset.has_files else None  # no file tells whether other samples are as they were
     success_file = (folder or Path(os.devnull)) / "verified" / key  # below /dev/null, none is read or written
     inspection = _remembered_inspection(dataset, success_file)
     title = f"{dataset.name}, split {dataset.split!r}"
@@ -188,21 +184,19 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     values = np.zeros(256, np.int64)
     holding = np.zeros(256, np.int64)
     sizes = Counter[tuple[int, int]]()
-    table = dataset.table if isinstance(dataset, SegmentationDataset) else None
-    palettes = Palettes(None if table is None else table.label_palette)
-    has_files = isinstance(dataset, SegmentationDataset) or dataset.pixels is None
-    looks = map_images(dataset, partial(_look_at, dataset, decode), workers, progress) if has_files else ()
+    palettes = Palettes(dataset.table.label_palette if isinstance(dataset, SegmentationDataset) else {})
+    is_in_memory = isinstance(dataset, ClassificationDataset) and not dataset.has_files
+    looks = () if is_in_memory else map_images(dataset, partial(_look_at, dataset, decode), workers, progress)
     for index, seen in enumerate(looks):
         problems += seen.problems
         digests.append(seen.digest)
         uses += filter(None, [seen.used])
+        sizes.update(filter(None, [seen.size]))
         for kind, number in seen.notes.items():
             notes[kind][str(dataset.path(index))] = number
-        if table is not None:
-            sizes.update(filter(None, [seen.size]))
-        if table is not None and seen.pixels is not None:
+        if isinstance(dataset, SegmentationDataset) and seen.pixels is not None:
             values += seen.pixels
-            holding += table.by_class(seen.pixels) > 0
+            holding += dataset.table.by_class(seen.pixels) > 0
         if seen.palette is not None:
             palettes.add(*seen.palette)
     if isinstance(dataset, ClassificationDataset):
@@ -292,71 +286,61 @@ class _Seen:
     pixels: np.ndarray | None = None  # of each raw value of the label, int64 (256,)
     palette: Any = None  # the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter
 
-    def attempt(self, kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function(*arguments)`; None if it raised: the problem is noted, of this `kind` by default."""
+    @contextmanager
+    def noting_problems(self, kind: str) -> Iterator[None]:
+        """Context that notes an error as a problem: of this `kind`, unless the error says which."""
         try:
-            return function(*arguments)
+            yield
         except ValueError as error:
             self.problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
         except Exception as error:  # it must not stop the check of the other files
             message = f"{readable(self.path)}: {type(error).__name__}: {error}"
             self.problems.append(Problem("unexpected error", message))
-        return None
 
 
 def _look_at(dataset: Split, decode: bool, index: int) -> _Seen:
     """Read an image and its label; `inspect` puts together what was found."""
     seen = _Seen(dataset.path(index))
     if isinstance(dataset, SegmentationDataset) and not dataset.has_files:
-        seen.attempt(_UNREADABLE, _note_sample, dataset, index, seen)
+        with seen.noting_problems(_UNREADABLE):
+            _note_sample(dataset, index, seen)
         return seen
-    file = seen.attempt(_UNREADABLE, restorable()(read), seen.path, dataset.turned, dataset.channels)
-    if file is not None:
+    file = None
+    with seen.noting_problems(_UNREADABLE), restorable():
+        file = read(seen.path, dataset.turned, dataset.channels)
         _note_image(dataset, decode, index, file, seen)
     if isinstance(dataset, SegmentationDataset):
-        _note_label(dataset, index, file, seen)
+        with seen.noting_problems("unreadable label"):
+            _note_label(dataset, index, file, seen)
     return seen
 
 
 def _note_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _Seen) -> None:
-    """Fill in `digest`, `size`, `used`, and `notes` on pages and channels.
-
-    `used` and the note on channels: only with `decode`, or for one of the images that are decoded for their levels.
-    """
+    """Note what an image holds. Levels and channels: with `decode`, or of one of the images decoded for them."""
     channels = dataset.channels
-    seen.digest = seen.attempt(_UNREADABLE, _digest_of, seen.path, file) or 0
+    content = seen.path.read_bytes() if file.format == "array" else file.data  # of an array, perhaps the beginning
+    seen.digest = digest(content)
     page_count = of_channels.pages_if_one_is_read(file, channels)
     if page_count > 1:
         seen.notes["pages"] = page_count
     decodes_all_pixels = decode or isinstance(dataset, ClassificationDataset)
-    seen.size = seen.attempt(_UNREADABLE, restorable()(_image_size), file, dataset.turned, decodes_all_pixels, channels)
+    seen.size = _image_size(file, dataset.turned, decodes_all_pixels, channels)
     is_level_sample = is_decoded(index, len(dataset))
-    if seen.size is None or not (decode or is_level_sample):
+    if not (decode or is_level_sample):
         return
-    seen.used = seen.attempt(_UNREADABLE, use_of, file, dataset.turned, channels, dataset.range16, is_level_sample)
+    seen.used = use_of(file, dataset.turned, channels, dataset.range16, is_level_sample)
     if dataset.channels_key is not None and channels == COLOURS and page_count == 1:
-        _note_channels(file, seen)
-
-
-def _digest_of(path: Path, file: Stored) -> int:
-    """`digest` of an image file; 0 if it is empty."""
-    content = path.read_bytes() if file.format == "array" else file.data  # of an array, it may be only the beginning
-    return digest(content) if content else 0
-
-
-def _note_channels(file: Stored, seen: _Seen) -> None:
-    """Note the number of channels of an image if reading it as RGB loses one that varies."""
-    channel_count = of_channels.further_channels(file)
-    if channel_count:
-        seen.notes["channels"] = channel_count
+        channel_count = of_channels.further_channels(file)
+        if channel_count:
+            seen.notes["channels"] = channel_count
 
 
 def _note_label(dataset: SegmentationDataset, index: int, file: Stored | None, seen: _Seen) -> None:
-    """`file`: the image's, whose size is compared; None if it cannot be read."""
+    """Note what a label holds. `file`: the image's, whose size is compared; None if it cannot be read."""
     entry = dataset.files[index]
-    label = None if entry.label is None else seen.attempt("unreadable label", dataset.raw_label, index)
-    if entry.label is None or label is None:
+    if entry.label is None:
         return
+    label = dataset.raw_label(index)
     seen.pixels = np.bincount(label.reshape(-1), minlength=256)
     if dataset.palette_fix or dataset.table.label_palette:
         colours = label_palette(read(entry.label, photograph=dataset.turned))
@@ -364,10 +348,11 @@ def _note_label(dataset: SegmentationDataset, index: int, file: Stored | None, s
         seen.palette = entry.label, {number: colours[number] for number in ids if number in colours}
     if file is None or seen.size is None:
         return
-    seen.attempt("sizes differ", dataset.check_size, entry, seen.size, label.shape[::-1])
     width, height = seen.size
     if dataset.turned and file.orientation in range(2, 9 if width == height else 5):
         seen.notes["turned"] = 1  # and its size does not say whether its label is, too
+    with seen.noting_problems("sizes differ"):
+        dataset.check_size(entry, seen.size, label.shape[::-1])
 
 
 def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
@@ -382,11 +367,8 @@ def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
 
 
 def _image_size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
-    """(width, height) of an image. `decode`: decode all its pixels, not only its header.
-
-    An RGB image that is read as one channel is always decoded, because its three channels have to be equal.
-    """
-    if decode or (channels == 1 and file.channels == COLOURS):
+    """(width, height) of an image. `decode`: decode all its pixels, not only its header."""
+    if decode or (channels == 1 and file.channels == COLOURS):  # three channels read as one have to be equal
         height, width, _ = of_channels.decode(file, turned=turned, channels=channels).shape
         return width, height
     return of_channels.size(file, turned, channels)
