@@ -4,7 +4,7 @@ An interleaved TIFF is decoded as a gray TIFF with more columns, which Pillow re
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from datasets.stored import COLOURS, EXPECTED_ARRAY, EXPECTED_TIFF, Stored, Unre
 
 _FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322  # tags of TIFF files
 _PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
-_STARTS = 273, 324
+_TILE_STARTS = 324
 _LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
 _WHITE_IS_0, _AS_STORED = 0, (0, 1, 2, 5)  # interpretations: gray, gray, RGB, CMYK
 
@@ -144,7 +144,7 @@ def _decode_alpha_png(file: Stored, channels: int, window: Window) -> np.ndarray
         crop = reading.decode_window(file, window, formats.GRAY_ALPHA, formats.COLOUR_ALPHA)
         if crop is not None:
             return crop
-    file.check_area()
+    file.size()  # refuses too many pixels before they are inflated
     bgra = cv2.imdecode(np.frombuffer(file.still_data, np.uint8), cv2.IMREAD_UNCHANGED)  # of gray with alpha too
     if bgra is None:
         raise Unreadable(f"{file.path}: cannot be decoded as an image; expected a PNG, undamaged.")
@@ -210,28 +210,19 @@ def _decode_page(data: bytes, tags: Tags) -> np.ndarray:
 
 def _as_gray(data: bytes, tags: Tags) -> bytes:
     """A TIFF whose one page is gray, and has a column for each channel of each column of a page."""
-    byte_order = "<" if data.startswith(b"II") else ">"
-    gray: dict[int, Any] = {place: tags[place] for place in _PLACES if place in tags}
-    gray |= {tag: channels_of(tags) * tags[tag] for tag in (WIDTH, _TILE_WIDTH) if tag in tags}
-    gray |= {HEIGHT: tags[HEIGHT], BITS: tags[BITS][0], COMPRESSION: tags.get(COMPRESSION, 1), INTERPRETATION: 1}
-    head = data[:2] + struct.pack(f"{byte_order}HL", 42, 8)
-    # The directory comes first: it cannot be read as missing pixels.
-    shift = len(head) + len(_directory(gray, byte_order))
-    gray |= {tag: tuple(place + shift for place in tags[tag]) for tag in _STARTS if tag in tags}
-    return head + _directory(gray, byte_order) + data
-
-
-def _directory(tags: Mapping[int, Any], byte_order: str) -> bytes:
-    """Tags of whole numbers as a TIFF stores them behind its first eight bytes."""
-    directory = struct.pack(f"{byte_order}H", len(tags))
-    behind = b""
-    end = 8 + 2 + 12 * len(tags) + 4
-    for tag, value in sorted(tags.items()):
-        values = value if isinstance(value, tuple) else (value,)
-        packed = struct.pack(f"{byte_order}{len(values)}L", *values)
-        if len(values) > 1:
-            place = end + len(behind)
-            behind += packed
-            packed = struct.pack(f"{byte_order}L", place)
-        directory += struct.pack(f"{byte_order}HHL", tag, 4, len(values)) + packed
-    return directory + bytes(4) + behind
+    byte_order = data[:2]
+    directory = TiffImagePlugin.ImageFileDirectory_v2(prefix=byte_order)
+    for tag in (HEIGHT, COMPRESSION, *_PLACES):
+        if tag in tags:
+            directory[tag] = tags[tag]
+    for tag in (WIDTH, _TILE_WIDTH):
+        if tag in tags:
+            directory[tag] = channels_of(tags) * tags[tag]
+    directory[BITS] = tags[BITS][0]
+    directory[INTERPRETATION] = 1
+    head = byte_order + struct.pack("<HL" if byte_order == b"II" else ">HL", 42, 8)
+    # The directory comes first: it cannot be read as missing pixels. Pillow shifts the strips by its length, not tiles.
+    if _TILE_STARTS in tags:
+        shift = len(head) + len(directory.tobytes(len(head)))
+        directory[_TILE_STARTS] = tuple(place + shift for place in tags[_TILE_STARTS])
+    return head + directory.tobytes(len(head)) + data

@@ -5,7 +5,7 @@ import os
 from datasets.class_table import ClassTable
 from datasets.layout import Layout
 from datasets.row import Row
-from datasets.segmentation import Files, SegmentationDataset
+from datasets.segmentation import SegmentationDataset
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
@@ -71,12 +71,9 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     root = _LAYOUT.check(root, split)
     folder = root / "leftImg8bit" / split
     images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
-    files = [Files(name, path) for name, path in images.items()]
-    remarks: tuple[str, ...] = ()
-    if split != _WITHHELD:
-        folder = root / "gtFine" / split
-        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
-        files, remarks = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
+    folder = root / "gtFine" / split
+    labels = None if split == _WITHHELD else _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
+    files, remarks = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=remarks)
 

@@ -85,13 +85,7 @@ def index_classes(
     if arrays is None:
         try:
             index_folder.mkdir(parents=True, exist_ok=True)  # before the labels are read
-
-            def index_image(image: int) -> tuple[np.ndarray, np.ndarray]:  # every image has its own random stream
-                rng = np.random.default_rng([_SEED, image])
-                return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
-
-            labels = list(map_images(dataset, index_image, workers, progress))
-            arrays = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
+            arrays = _index_labels(dataset, positions, workers, progress)
             write_arrays(file, dict(zip(_ARRAYS, arrays, strict=True)))
         except TimeoutError:  # of a label
             raise
@@ -104,6 +98,19 @@ def index_classes(
     if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
         raise ValueError(f"the class index {file} is damaged or of other images; remove it")
     return ClassIndex(dataset.classes, counts, places, positions, index_folder)
+
+
+def _index_labels(
+    dataset: SegmentationDataset, positions: int, workers: int | None, progress: Progress
+) -> list[np.ndarray]:
+    """`counts` and `places` of a split, see `ClassIndex`. Every image has its own random stream."""
+
+    def index_image(image: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng([_SEED, image])
+        return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
+
+    counts, places = zip(*map_images(dataset, index_image, workers, progress), strict=True)
+    return [np.stack(counts), np.concatenate(places)]
 
 
 def index_label(

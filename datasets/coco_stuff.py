@@ -5,9 +5,9 @@ from pathlib import Path
 
 from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
-from datasets.layout import Layout, files_of_names, read_list
+from datasets.layout import Layout, read_list
 from datasets.row import Images, Row
-from datasets.segmentation import Files, SegmentationDataset
+from datasets.segmentation import SegmentationDataset
 
 LISTS = ("challenge", "full")  # of images
 
@@ -88,16 +88,16 @@ def coco_stuff(
         raise _LAYOUT.error(f"coco_stuff: the folder {folder} is missing", root, fix=f"unpack test2017.zip in {root}")
     images = _LAYOUT.files(root, folder, (".jpg",), images_of=split)
     if split == _WITHHELD:
-        files = [Files(name, path) for name, path in images.items()]
+        files, _ = _LAYOUT.pair(images, None, root, looked_for="")
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
     names = _names_on_list(root, split, images, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _find_labels(root, split)
-    if names is not None:
-        images = {name: images[name] for name in names}
-    files, remarks = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
-    if names is not None:
-        files = files_of_names(files, names)
-        remarks = ()  # lists leave labels out
+    looked_for = f"{folder}/NAME.png"
+    remarks: tuple[str, ...] = ()
+    if names is None:
+        files, remarks = _LAYOUT.pair(images, labels, root, looked_for)
+    else:
+        files = _LAYOUT.pair_listed(names, images, labels, root, looked_for)
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps), remarks=remarks)
 
 

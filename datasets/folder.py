@@ -15,7 +15,7 @@ from datasets.class_list import CLASSES, EXAMPLE, folder_classes
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, files_of_names, read_list, remarks_on
+from datasets.layout import PHOTOGRAPHS, RARE, Layout, read_list, remarks_on
 from datasets.reading import Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
@@ -127,8 +127,8 @@ def folder(
     names: Sequence[str] = [*images]
     if place.is_list:
         names = listed or names_on_list(root, place.path, images, options)
-    files = _pair_labels(root, place, {name: images[name] for name in names}, labels, options)
-    files = [entry._replace(name=stored_name(entry, place.images)) for entry in files_of_names(files, names)]
+    files = _pair_labels(root, place, names, images, labels, options)
+    files = [entry._replace(name=stored_name(entry, place.images)) for entry in files]
     used_paths = {*map(str, (*images.values(), *labels.values()))}
     labelled = {name: path for name, path in images.items() if name in labels}
     unlisted = names_on_no_list(root, place.path, labelled) if place.is_list and not listed else []
@@ -199,20 +199,25 @@ def _images_and_labels(
 
 
 def _pair_labels(
-    root: Path, place: _Place, images: dict[str, Path], labels: dict[str, Path], options: LabelNames
+    root: Path,
+    place: _Place,
+    names: Sequence[str],
+    images: Mapping[str, Path],
+    labels: Mapping[str, Path],
+    options: LabelNames,
 ) -> list[Files]:
-    """Images with their labels, by name; a split "test" may have none. ValueError: an image has no label."""
-    if place.path.name == WITHHELD and not images.keys() & labels.keys():
-        return [Files(name, path) for name, path in images.items()]
-    fix = None
-    if images.keys() - labels.keys():
-        inside = place.images.relative_to(place.above / options.image_folder)
-        fix = options.advice(place.above, {(inside / name).as_posix(): path for name, path in images.items()})
-        fix = fix or "add the labels, under the names of their images, or take the images out"
+    """The images of a split with their labels; a split "test" may have none. ValueError: an image has no label."""
+    unlabelled = {name: images[name] for name in names if name not in labels}
+    looked_for = f"{place.labels}/NAME{options.suffix}.png"
+    has_labels = bool(labels.keys() & {*names} if place.is_list else labels)
+    if not unlabelled or (place.path.name == WITHHELD and not has_labels):
+        return _LAYOUT.pair_listed(names, images, None if unlabelled else labels, root, looked_for)
+    inside = place.images.relative_to(place.above / options.image_folder)
+    fix = options.advice(place.above, {(inside / name).as_posix(): images[name] for name in names})
+    fix = fix or "add the labels, under the names of their images, or take the images out"
     if not place.labels.is_dir():
         raise _LAYOUT.error(f"folder: the folder {place.labels} is missing", root, fix)
-    files, _ = _LAYOUT.pair(images, labels, root, f"{place.labels}/NAME{options.suffix}.png", fix)
-    return files
+    return _LAYOUT.pair_listed(names, images, labels, root, looked_for, fix)
 
 
 def _classes_of(root: Path) -> ClassTable:

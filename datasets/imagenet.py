@@ -61,7 +61,7 @@ def image_folder(
 
     ValueError also if there is only one class.
     """
-    dataset = _open_class_folders(_OWN, root, split, class_order, keys, PHOTOGRAPHS, RARE)
+    dataset = _open_class_folders(_OWN, root, split, class_order, keys)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
@@ -71,15 +71,9 @@ def image_folder(
 
 
 def _open_class_folders(
-    layout: Layout,
-    root: str | os.PathLike | None,
-    split: str,
-    class_order: str | None,
-    keys: str,
-    suffixes: tuple[str, ...] = _SUFFIXES,
-    rare_suffixes: tuple[str, ...] = (),
+    layout: Layout, root: str | os.PathLike | None, split: str, class_order: str | None, keys: str
 ) -> ClassificationDataset:
-    """See `imagenet`. `rare_suffixes`: see `list_files`."""
+    """See `imagenet`."""
     if class_order not in (None, *ORDERS):
         raise ValueError(f"{keys}class_order={class_order}: expected one of {', '.join(ORDERS)}")
     root = layout.check(root, split)
@@ -88,32 +82,36 @@ def _open_class_folders(
         alike = [name for name in class_folders(root) if name.lower().startswith(split) and name not in layout.splits]
         fix = f"rename {root / alike[0]} to {split}" if alike else None
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root, fix)
+    suffixes, rare_suffixes = (_SUFFIXES, ()) if layout is _LAYOUT else (PHOTOGRAPHS, RARE)
     classes = class_folders(folder)
     if class_order == "numbers":
         places = {name: place for place, name in enumerate(sort_by_number(map(composed, classes)))}
         classes = tuple(sorted(classes, key=lambda name: places[composed(name)]))
     with os.scandir(folder) as entries:
         outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]
-    flat = [name for name in outside if name.lower().endswith(suffixes)]
-    if flat:
-        place = "beside" if classes else "without"
-        raise layout.error(
-            f"{layout.name}: {folder} holds {len(flat)} images {place} class folders, such as "
-            f"{readable(min(flat))}; expected images only in class folders",
-            root,
-            fix=_SORT_FLAT if layout is _LAYOUT else None,
-        )
+    _check_outside(layout, root, folder, [name for name in outside if name.lower().endswith(suffixes)], classes)
     names = tuple(map(composed, classes))
     check_names(enumerate(names), f"{layout.name}: {folder}: ")
     _check_classes(layout, root, split, names)
     files, labels, left_out = list_classes(folder, classes, suffixes, rare_suffixes)
-    images = map(files.name, range(len(files))) if rare_suffixes else ()
-    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
     if not len(files):
         looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    remarks = remarks_on((), left_out, images)
+    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
+    remarks = remarks_on((), left_out, map(files.name, range(len(files))) if rare_suffixes else ())
     return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
+
+
+def _check_outside(layout: Layout, root: Path, folder: Path, images: Sequence[str], classes: Sequence[str]) -> None:
+    """ValueError if a split's `folder` holds images outside of its class folders."""
+    if images:
+        place = "beside" if classes else "without"
+        raise layout.error(
+            f"{layout.name}: {folder} holds {len(images)} images {place} class folders, such as "
+            f"{readable(min(images))}; expected images only in class folders",
+            root,
+            fix=_SORT_FLAT if layout is _LAYOUT else None,
+        )
 
 
 def _check_classes(layout: Layout, root: Path, split: str, names: Sequence[str]) -> None:

@@ -47,10 +47,6 @@ class _Items(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: Sequence[Any]) -> Any:
-        """The items of a minibatch, which a DataLoader asks for at once."""
-        return [self[key] for key in keys]
-
 
 @dataclass(eq=False)
 class TrainingCrops(_Items):

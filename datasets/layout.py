@@ -94,15 +94,18 @@ class Layout:
     def pair(
         self,
         images: Mapping[str, Path],
-        labels: Mapping[str, Path],
+        labels: Mapping[str, Path] | None,
         root: Path,
         looked_for: str,
         fix: str | None = None,
     ) -> tuple[list[Files], tuple[str, ...]]:
         """Pair images with labels by name. Also returns remarks on labels without an image, which are left out.
 
-        ValueError counts and names the images without a label. `fix`: see `error`.
+        `labels`: None of a split without any. ValueError counts and names the images without a label. `fix`: see
+        `error`.
         """
+        if labels is None:
+            return [Files(name, image) for name, image in images.items()], ()
         missing = [name for name in images if name not in labels]
         if missing:
             count = f"{len(missing)} of {len(images)} images"
@@ -111,11 +114,19 @@ class Layout:
         files = [Files(name, image, labels[name]) for name, image in images.items()]
         return files, remarks_on([path for name, path in labels.items() if name not in images])
 
-
-def files_of_names(files: Sequence[Files], names: Sequence[str]) -> list[Files]:
-    """The files of the names on a list, sorted; a name that is there several times counts as often."""
-    by_name = {entry.name: entry for entry in files}
-    return [by_name[name] for name in sorted(names)]
+    def pair_listed(
+        self,
+        names: Sequence[str],
+        images: Mapping[str, Path],
+        labels: Mapping[str, Path] | None,
+        root: Path,
+        looked_for: str,
+        fix: str | None = None,
+    ) -> list[Files]:
+        """`pair` the names on a list, sorted; a name that is there several times counts as often."""
+        files, _ = self.pair({name: images[name] for name in names}, labels, root, looked_for, fix)
+        by_name = {entry.name: entry for entry in files}
+        return [by_name[name] for name in sorted(names)]
 
 
 def read_json(file: Path) -> Any:

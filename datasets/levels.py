@@ -1,6 +1,6 @@
 """The levels that images have: their mean and deviation, and images with few. A 12-bit sensor's keep only 16."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -95,52 +95,30 @@ def doubts_of_levels(uses: Iterable[Sequence], range16: Range16, images: str, ke
     for bits, depth_range in ((8, ALL_16), (16, range16)):
         uses_of_depth = [use for use in all_uses if use.bits == bits]
         if uses_of_depth:
-            ranges = [_span(pairs) for pairs in zip(*(use.ranges for use in uses_of_depth), strict=True)]
-            clipped = [max(shares) for shares in zip(*(use.clipped for use in uses_of_depth), strict=True)]
-            doubts += _doubts_of_depth(bits, images, ranges, clipped, pairs_of(depth_range, len(ranges)), keys)
+            doubts += _doubts_of_depth(f"{bits}-bit {images}", uses_of_depth, depth_range, keys)
     return doubts
 
 
-def _span(ranges: Iterable[Range16 | None]) -> Range16 | None:
-    pairs = [pair for pair in ranges if pair is not None]
-    return (min(low for low, _ in pairs), max(high for _, high in pairs)) if pairs else None
-
-
-def _doubts_of_depth(
-    bits: int,
-    images: str,
-    ranges: Sequence[Range16 | None],
-    clipped: Sequence[float],
-    range16s: Sequence[Range16],
-    keys: str | None,
-) -> list[str]:
-    """`doubts_of_levels` for images of so many bits.
-
-    For each channel, `ranges`: of all images; `clipped`: the largest share of one image; `range16s`: its range16.
-    """
-
-    def level_count(values: Range16, range16: Range16) -> int:
-        darkest, lightest = levels_of(*range16)[np.array(values) << (16 - bits)].tolist()
-        return 1 + lightest - darkest
-
+def _doubts_of_depth(images: str, uses: Sequence[Use], range16: Range16, keys: str | None) -> Iterator[str]:
+    """`doubts_of_levels` for images of equally many bits."""
+    ranges = [_span(pairs) for pairs in zip(*(use.ranges for use in uses), strict=True)]  # of each channel
+    range16s = pairs_of(range16, len(ranges))
     varying = {place: pair for place, pair in enumerate(ranges) if pair is not None and pair[0] < pair[1]}
     if not varying:
         values = sorted({pair[0] for pair in ranges if pair is not None}) or [0, 65_535]
-        return [
-            f"{bits}-bit {images} show nothing, as each channel is {' or '.join(map(str, values))}: check the files"
-        ]
+        yield f"{images} show nothing, as each channel is {' or '.join(map(str, values))}: check the files"
+        return
     flat = [place for place in range(len(ranges)) if place not in varying and len(ranges) != COLOURS]
-    doubts = []
     if flat:
-        doubts.append(f"{bits}-bit {images} show nothing{_in_channels(flat)}, which has one value: check the files")
-    level_counts = {place: level_count(pair, range16s[place]) for place, pair in varying.items()}
+        yield f"{images} show nothing{_in_channels(flat)}, which has one value: check the files"
+    bits = uses[0].bits
+    level_counts = {place: _level_count(pair, range16s[place], bits) for place, pair in varying.items()}
     few = {place: count for place, count in level_counts.items() if count <= _FEW}
+    clipped = [max(shares) for shares in zip(*(use.clipped for use in uses), strict=True)]
     outside = [place for place in varying if clipped[place] > _MANY]
-    whole = _span(varying.values())
-    assert whole is not None
     reasons = []
     if few:
-        low, high = _span(varying[place] for place in few) or whole
+        low, high = _span(varying[place] for place in few) or ALL_16
         channels = _in_channels(few) if len(few) < len(varying) else ""
         use = f"use {max(few.values())} of the 256 levels that a network sees{channels}"
         reasons.append(f"{use}, as they hold values from {low} to {high}")
@@ -149,19 +127,35 @@ def _doubts_of_depth(
         share = max(clipped[place] for place in outside)
         reasons.append(f"have up to {share:.0%} of an image's pixels outside of {low} to {high}, made black or white")
     if not reasons:
-        return doubts
-    advised_values = [*whole]
-    if any(level_count(pair, whole) <= _FEW for pair in varying.values()):
-        pairs = (varying[place] if place in (*few, *outside) else pair for place, pair in enumerate(range16s))
-        advised_values = [value for pair in pairs for value in pair]
-    advised = f"range16=[{','.join(map(str, advised_values))}]"
+        return
     if bits == 8:
         cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
-    elif keys is None:
-        cure = f"the training had other images; store these alike, or train another network with {advised}"
     else:
-        cure = f"give {keys}{advised}"
-    return [*doubts, f"{bits}-bit {images} {', and '.join(reasons)}: {cure}"]
+        advised = _advised_range16(varying, range16s, {*few, *outside})
+        cure = f"the training had other images; store these alike, or train another network with {advised}"
+        cure = cure if keys is None else f"give {keys}{advised}"
+    yield f"{images} {', and '.join(reasons)}: {cure}"
+
+
+def _level_count(values: Range16, range16: Range16, bits: int) -> int:
+    """The number of levels from the lowest to the highest of these values of so many bits."""
+    darkest, lightest = levels_of(*range16)[np.array(values) << (16 - bits)].tolist()
+    return 1 + lightest - darkest
+
+
+def _advised_range16(varying: Mapping[int, Range16], range16s: Sequence[Range16], unfit: Set[int]) -> str:
+    """The setting by which channels show enough levels: one range for all, or else others for `unfit` channels."""
+    whole = _span(varying.values()) or ALL_16
+    values = [*whole]
+    if any(_level_count(pair, whole, bits=16) <= _FEW for pair in varying.values()):
+        pairs = (varying[place] if place in unfit else pair for place, pair in enumerate(range16s))
+        values = [value for pair in pairs for value in pair]
+    return f"range16=[{','.join(map(str, values))}]"
+
+
+def _span(ranges: Iterable[Range16 | None]) -> Range16 | None:
+    pairs = [pair for pair in ranges if pair is not None]
+    return (min(low for low, _ in pairs), max(high for _, high in pairs)) if pairs else None
 
 
 def _in_channels(places: Iterable[int]) -> str:

@@ -263,7 +263,7 @@ def _is_misread(image: Image.Image, tags: Tags) -> bool:
 
 def _decode_exact(file: Stored) -> np.ndarray:
     """The values in a PNG."""
-    file.check_area()
+    file.size()  # refuses too many pixels before they are inflated
     with decoding(file.path, "a label; expected a PNG"):
         return np.asarray(Image.open(BytesIO(formats.png_pixels_only(file.data)), formats=["PNG"]))
 

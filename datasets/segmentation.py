@@ -166,10 +166,9 @@ class SegmentationDataset(Dataset):
             image, label = (Undecoded(array.shape[:2], array.__getitem__) for array in arrays)
             return image, label
         with restorable():
-            stored = self.stored_image(index)
+            stored = read(self.path(index), self.turned, self.channels)
             stored_label = self._stored_label(index)
-            decode = partial(of_channels.decode, stored, **self._decoding_options)
-            image = _undecoded(stored, restorable()(decode), self.turned, self.channels)
+            image = _undecoded(stored, partial(self._decode_image, stored), self.turned, self.channels)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
         return image, label
@@ -180,13 +179,9 @@ class SegmentationDataset(Dataset):
         dataset.files = FileTable(self.files[:count])
         return dataset
 
-    @property
-    def _decoding_options(self) -> dict[str, Any]:
-        return {"turned": self.turned, "range16": self.range16, "channels": self.channels}
-
-    def stored_image(self, index: int) -> Stored:
-        """The file of image `index`. Unreadable if it is missing, truncated or not an image."""
-        return read(self.path(index), self.turned, self.channels)
+    @restorable()
+    def _decode_image(self, file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
+        return of_channels.decode(file, window, self.turned, self.range16, self.channels)
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, channels), of three RGB.
@@ -195,8 +190,7 @@ class SegmentationDataset(Dataset):
         """
         if not self.has_files:
             return self[index].image
-        with restorable():
-            return of_channels.decode(self.stored_image(index), **self._decoding_options)
+        return self._decode_image(self.path(index))
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""

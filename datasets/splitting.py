@@ -107,8 +107,9 @@ def parts_of(
             parts[name] = part
             first_part, first = first_of_source.setdefault(sources.get(name, name), (part, name))
             if first_part != part:
-                correction = "correct the lists"
-                raise ValueError(f"{first} is in {first_part}, and {name}, of the same source, in {part}: {correction}")
+                raise ValueError(
+                    f"{first} is in {first_part}, and {name}, of the same source, in {part}: correct the lists"
+                )
     return parts
 
 

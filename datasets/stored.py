@@ -172,15 +172,14 @@ class Stored:
                     f"its first axis is {first} long: store (H, W, channels), as numpy.moveaxis(array, 0, 2) gives it"
                 )
         elif self.format == "TIFF" and len(self.tiff_pages) > 1:
-            height = self.tiff_pages[0][formats.HEIGHT]
-            width = self.tiff_pages[0][formats.WIDTH]
-            count = len(self.tiff_pages)
-            if width == channels or width < min(height, count):
-                as_channels = "tifffile.imwrite(FILE, array, photometric='minisblack', planarconfig='contig')"
-                kind = (
-                    f"it has {count} pages of {height}x{width}, so the rows of an array (H, W, channels) became pages"
+            page_count = len(self.tiff_pages)
+            height, width = (self.tiff_pages[0][tag] for tag in (formats.HEIGHT, formats.WIDTH))
+            if width == channels or width < min(height, page_count):
+                return (
+                    f"it has {page_count} pages of {height}x{width}, so the rows of an array (H, W, channels) became "
+                    "pages: store its channels, such as with tifffile.imwrite(FILE, array, photometric='minisblack', "
+                    "planarconfig='contig')"
                 )
-                return f"{kind}: store its channels, such as with {as_channels}"
         return ""
 
     def size(self, turned: bool = False) -> tuple[int, int]:
@@ -198,10 +197,6 @@ class Stored:
                 width, height = Image.open(BytesIO(self.data), formats=["JPEG"]).size
             check_area(width, height)
         return (height, width) if turned and self.orientation in SWAPS_SIDES else (width, height)
-
-    def check_area(self) -> None:
-        """Refuse too many pixels before they are inflated: the errors of `size`."""
-        self.size()
 
 
 def read(path: Path, photograph: bool = False, channels: int = COLOURS) -> Stored:

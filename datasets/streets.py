@@ -66,13 +66,16 @@ class View:
     ) -> None:
         self.polygon([(left, top), (right, top), (right, bottom), (left, bottom)], rgb, label)
 
+    def surface(self, corners: Sequence[tuple[float, float, float]], rgb: Sequence[float], label: int | None) -> None:
+        """A polygon with corners (x, y, z) in the world."""
+        self.polygon([self.pixel(*corner) for corner in corners], rgb, label)
+
     def wall(
         self, x: float, heights: tuple[float, float], z: tuple[float, float], rgb: Sequence[float], label: int | None
     ) -> None:
         """A rectangle along the street. x, heights, z: metres."""
         (low, high), (near, far) = heights, z
-        corners = [self.pixel(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
-        self.polygon(corners, rgb, label)
+        self.surface([(x, low, near), (x, high, near), (x, high, far), (x, low, far)], rgb, label)
 
     def ellipse(self, centre: Sequence[float], axes: Sequence[float], rgb: Sequence[float], label: int | None) -> None:
         centre_pixel = tuple(map(round, centre))
@@ -128,8 +131,8 @@ def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
     near, far = 2.0, 95.0
 
     def strip(x0: float, x1: float, rgb: ArrayLike, label: int | None, z0: float = near, z1: float = far) -> None:
-        points = [view.pixel(x0, 0, z0), view.pixel(x0, 0, z1), view.pixel(x1, 0, z1), view.pixel(x1, 0, z0)]
-        view.polygon(points, view.colour(rgb, (z0 * z1) ** 0.5 / 2), label)
+        corners = [(x0, 0, z0), (x0, 0, z1), (x1, 0, z1), (x1, 0, z0)]
+        view.surface(corners, view.colour(rgb, (z0 * z1) ** 0.5 / 2), label)
 
     strip(-300, 300, (104, 128, 66), TERRAIN)
     sides = {}
@@ -181,8 +184,8 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     height = 3.0 * rng.integers(2, 6) + 1.0
     light = view.sun[(side + 1) // 2]
     inner, outer = side * x, side * (x + 12)
-    front = [view.pixel(edge, y, z0) for edge, y in ((inner, 0), (inner, height), (outer, height), (outer, 0))]
-    view.polygon(front, view.colour(wall, z0, light * 0.8), BUILDING)
+    front = [(inner, 0, z0), (inner, height, z0), (outer, height, z0), (outer, 0, z0)]
+    view.surface(front, view.colour(wall, z0, light * 0.8), BUILDING)
     view.wall(inner, (0, height), (z0, z1), view.colour(wall, (z0 + z1) / 2, light), BUILDING)
     if z0 > 60:
         return
@@ -316,13 +319,11 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     def draw_part(
         x0: float, x1: float, y0: float, y1: float, rgb: ArrayLike, label: int | None, narrower: float = 0.0
     ) -> None:
-        points = [view.pixel(x + x0, y0, z), view.pixel(x + x1, y0, z)]
-        points += [view.pixel(x + x1 - narrower, y1, z), view.pixel(x + x0 + narrower, y1, z)]
-        view.polygon(points, view.colour(rgb, z), label)
+        corners = [(x + x0, y0, z), (x + x1, y0, z), (x + x1 - narrower, y1, z), (x + x0 + narrower, y1, z)]
+        view.surface(corners, view.colour(rgb, z), label)
 
-    ground = ((x - 1.0, z - 0.4), (x + 1.0, z - 0.4), (x + 0.9, z + 1), (x - 0.9, z + 1))
-    shadow = [view.pixel(across, 0, ahead) for across, ahead in ground]
-    view.polygon(shadow, view.colour((34, 34, 36), z), None)
+    shadow = [(x - 1.0, 0, z - 0.4), (x + 1.0, 0, z - 0.4), (x + 0.9, 0, z + 1), (x - 0.9, 0, z + 1)]
+    view.surface(shadow, view.colour((34, 34, 36), z), None)
     for wheel_x in (-0.85, 0.6):
         draw_part(wheel_x, wheel_x + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
     draw_part(-0.9, 0.9, 0.25, 0.95, paint, CAR)  # body
@@ -341,9 +342,9 @@ def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> Non
     skin = np.array([205, 160, 130]) * rng.uniform(0.5, 1.1)
     stride = rng.uniform(0.05, 0.22)
     for foot in (-stride, stride):
-        points = [view.pixel(x + foot - 0.09, 0, z), view.pixel(x + foot + 0.09, 0, z)]
-        points += [view.pixel(x + 0.16, 0.52 * height, z), view.pixel(x - 0.16, 0.52 * height, z)]
-        view.polygon(points, view.colour(legs * 0.7, z), PERSON)
+        hip = 0.52 * height
+        leg = [(x + foot - 0.09, 0, z), (x + foot + 0.09, 0, z), (x + 0.16, hip, z), (x - 0.16, hip, z)]
+        view.surface(leg, view.colour(legs * 0.7, z), PERSON)
     for up, across, tall, rgb in ((0.66, 0.26, 0.2 * height, coat), (0.92, 0.12, 0.15, skin)):  # trunk and head
         axes = view.length(across, z), view.length(tall, z)
         view.ellipse(view.pixel(x, up * height, z), axes, view.colour(rgb, z), PERSON)

@@ -49,13 +49,19 @@ def synthetic(
     else:
         cache = require_cache_folder("the synthetic dataset", "give data.root=DIR, a new folder")
         folder = cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
-    is_written = (folder / _MARKER).is_file()
-    if not is_written and not draw:
-        raise ValueError(
-            f"the synthetic dataset is not yet in {folder}: a training writes it; for your own images, {own_images}"
-        )
-    if not is_written:
+    if not (folder / _MARKER).is_file():
+        if not draw:
+            raise ValueError(
+                f"the synthetic dataset is not yet in {folder}: a training writes it; for your own images, {own_images}"
+            )
         _write_once(folder, settings, own_images, in_cache=not root)
+    _check_settings(folder, settings)
+    dataset = cityscapes(folder, split)
+    return replace(dataset, name="synthetic", table=replace(dataset.table, absent=_UNDRAWN))
+
+
+def _check_settings(folder: Path, settings: dict) -> None:
+    """ValueError unless the pictures in a folder were written with these settings."""
     try:
         written_settings = json.loads((folder / _MARKER).read_text())
     except ValueError as error:
@@ -65,8 +71,6 @@ def synthetic(
             f"{folder} holds synthetic streets written with {written_settings}, expected {settings}. "
             "Choose another folder, or give none to use the cache folder."
         )
-    dataset = cityscapes(folder, split)
-    return replace(dataset, name="synthetic", table=replace(dataset.table, absent=_UNDRAWN))
 
 
 def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:

@@ -7,7 +7,7 @@ from datasets.class_names import check_names
 from datasets.class_table import ClassTable, rgb
 from datasets.layout import Layout, read_json
 from datasets.row import Row
-from datasets.segmentation import RESTORE, Files, SegmentationDataset
+from datasets.segmentation import RESTORE, SegmentationDataset
 
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
 _WITHHELD = "test"
@@ -83,16 +83,13 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     if config is None:
         raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
     table = vistas_classes(config)
-    remarks: tuple[str, ...] = ()
-    if split == _WITHHELD:
-        files = [Files(name, path) for name, path in images.items()]
-    else:
+    labels = None
+    if split != _WITHHELD:
         versioned = folder / "v1.2"
         if not versioned.is_dir() and not (folder / "labels").is_dir() and (folder / "v2.0").is_dir():
             raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
         labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
-        looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
-        files, remarks = _LAYOUT.pair(images, labels, root, looked_for)
+    files, remarks = _LAYOUT.pair(images, labels, root, f"{folder}/labels/NAME.png and v1.2/labels/NAME.png")
     return SegmentationDataset("vistas", split, files, table, remarks=remarks)
 
 

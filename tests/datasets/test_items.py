@@ -282,9 +282,9 @@ def test_further_crops_to_mix_depend_on_seed_epoch_and_image(camvid_folders):
     dataset = camvid(camvid_folders, "train")
     plain, mixed = crops_of(dataset), augmented(dataset, mix=CutMix())
     minibatch = [(0, number) for number in range(len(dataset))]
-    first, again = (mixed.__getitems__(keys) for keys in (minibatch, minibatch[::-1]))
+    first, again = ([mixed[key] for key in keys] for keys in (minibatch, minibatch[::-1]))
     assert all(map(same, first, again[::-1]))
-    usual = plain.__getitems__(minibatch)
+    usual = [plain[key] for key in minibatch]
     assert not any(map(same, first, usual))
     for mixed_item, usual_item in zip(first, usual, strict=True):
         changed = (mixed_item["image"] != usual_item["image"]).any(dim=0)
