@@ -11,7 +11,6 @@ from .torch_internals import tree_leaves
 
 Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a function returns
 
-
 _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 
 
@@ -39,14 +38,6 @@ def check_module(value: object, receiver: str) -> None:
     if not isinstance(value, nn.Module):
         raise ValueError(
             f"{receiver} got a {type(value).__name__}: expected an nn.Module; wrap functions and tensors in one"
-        )
-
-
-def check_one_example(next_argument: object, receiver: str) -> None:
-    """Raise ValueError if the argument after the example is a tensor, or holds one: it is another input."""
-    if tensors_in(next_argument):
-        raise ValueError(
-            f"{receiver} got a tensor after the example: give several inputs as a tuple, {receiver}(network, (x, y), …)"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..inputs import check_has_forward, check_module, check_one_example, is_number, shown
+from ..inputs import check_has_forward, check_module, is_number, shown
 from ..recompute.signatures.plans import FEWEST, arguments_of
 from ..recompute.step.costs import times_of
 from ..recompute.step.dry import on_copy
@@ -86,7 +86,6 @@ def fit(
     """
     check_module(network, "fit")
     check_has_forward(network, "fit")
-    check_one_example(memory, "fit")
     available, longest = limits(memory, optimizer, grow, time)
     arguments = arguments_of(example)
     check_growth(arguments, grow)

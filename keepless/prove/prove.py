@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from ..inputs import check_has_forward, check_module, check_one_example, tensors_in
+from ..inputs import check_has_forward, check_module, tensors_in
 from ..prepared import plan_of, recompute_activations, undo
 from ..recompute.signatures.plans import Budget, arguments_of, checked
 from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
@@ -46,7 +46,6 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     """
     check_module(network, "prove")
     check_has_forward(network, "prove")
-    check_one_example(budget, "prove")
     checked(budget)
     inputs = tree_map(_detached_copy, arguments_of(example))
     before = Snapshot(network, inputs)
@@ -114,7 +113,8 @@ def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> St
                     _, seconds = seconds_of(run_step, device)
                 gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
                 buffers = dict(network.named_buffers())
-                tensors_by_kind = (_tensors_by_number("output", outputs), gradients, buffers, {"": random_state()})
+                states = {"state": random_state()}
+                tensors_by_kind = (_tensors_by_number("output", outputs), gradients, buffers, states)
                 results.append({})
                 for kind, tensors in zip(KINDS, tensors_by_kind, strict=True):
                     results[-1][kind] = _copies(tensors, results[number - 1].get(kind, {}))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...inputs import check_module, check_one_example, shown, tensors_in
+from ...inputs import check_module, shown, tensors_in
 from ...torch_internals import FakeTensor, tree_map, warn
 from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
@@ -312,7 +312,6 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
             step could not be counted, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
-    check_one_example(budgets, "plan")
     if not network.training:
         warn("plan got a network in eval mode, whose step holds less than a training step: call network.train() first")
     if isinstance(budgets, (str, int, float, Real)):
