@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..inputs import check_module
 from ..norms.statistics import statistics_kept
 from ..torch_internals import KeeplessWarning, call_at_compilation, warn
-from .chain import Pass
-from .chain_steps import as_tuple
+from .chain import Pass, as_tuple
 from .couplings import has_hooks, is_low_under_autocast, runs_in_halves, widened
 
 Block = nn.Module | tuple[nn.Module, ...]
