@@ -12,9 +12,10 @@ from ..inputs import is_number
 from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, check_activation
-from .bn_act import NormArguments, Strategy, check_momentum, norm_and_activation, statistics_dtype
+from .backends.interface import UNTRACKED, Running
+from .bn_act import NormArguments, Strategy, norm_and_activation, statistics_dtype
 from .released_weights import warn_if_released
-from .synchronisation import check_group, refuse_jointly, synchronised_group
+from .synchronisation import refuse_jointly, synchronised_group
 
 
 class LayerTensors(NamedTuple):
@@ -70,9 +71,8 @@ class ABN(NormBase):
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps={eps!r}: expected a number above 0, which is added to the variance")
-        if momentum is not None:
-            check_momentum(momentum)
-        check_group(group)
+        if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
+            raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch, or None")
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
@@ -104,8 +104,7 @@ class ABN(NormBase):
                 device, and inside `torch.compile`, the other ranks get a RuntimeError from an assertion instead.
         """
         tensors, minibatches = self._layer_tensors()
-        running_mean, running_var = tensors.running_mean, tensors.running_var
-        use_batch = self.training or (running_mean is None and running_var is None)
+        use_batch = self.training or (tensors.running_mean is None and tensors.running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
         is_alone = use_batch and group is None
         if is_alone and self.sync and isinstance(x, FakeTensor) and 0 < x.numel() <= self.num_features:
@@ -114,41 +113,40 @@ class ABN(NormBase):
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
                 self._check_input(x, tensors, is_alone)
-            if use_batch and self.momentum is not None:
-                check_momentum(self.momentum)
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
             raise
-        momentum = 0.0
-        is_counted = False
-        fresh: tuple[Tensor, Tensor] | None = None  # buffers for the statistics of this minibatch alone
-        # An empty minibatch has no statistics.
+        # An empty minibatch has no statistics. A backward pass repeats forward passes that have been counted
+        # (`torch.utils.checkpoint`).
         is_tracked = self.track_running_stats and (group is not None or x.numel() > 0)
-        if use_batch and (not is_tracked or running_mean is None or running_var is None):
-            running_mean = running_var = None
-        elif use_batch and running_mean is not None and running_var is not None:
-            # A backward pass repeats forward passes already counted (`torch.utils.checkpoint`).
-            is_counted = torch.compiler.is_compiling() or not backward_runs()
-            if is_counted and self.momentum is not None:
-                momentum = self.momentum
-            else:
-                fresh = (torch.zeros_like(running_mean), torch.zeros_like(running_var))
-                momentum = 1.0
+        is_counted = use_batch and is_tracked and (torch.compiler.is_compiling() or not backward_runs())
+        running = self._running_statistics(tensors, is_counted) if is_tracked or not use_batch else UNTRACKED
         activation = Activation(self.activation, self.activation_param)
-        arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
-        mean, var = fresh or (running_mean, running_var)
-        z = norm_and_activation(x, tensors.weight, tensors.bias, mean, var, arguments, self.strategy())
-        if is_counted and minibatches is not None:
+        arguments = NormArguments(use_batch, running.momentum, self.eps, activation, group)
+        z = norm_and_activation(x, tensors.weight, tensors.bias, running.mean, running.var, arguments, self.strategy())
+        if is_counted and running.mean is not None and minibatches is not None:
             minibatches.add_(1)
-            if fresh is not None and running_mean is not None and running_var is not None:
-                # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
-                weight = minibatches.to(running_mean.dtype).reciprocal()
-                running_mean.lerp_(fresh[0], weight)
-                running_var.lerp_(fresh[1], weight)
+            if self.momentum is None:
+                _add_to_average(tensors, running, minibatches)
         return z
+
+    def _running_statistics(self, tensors: LayerTensors, is_counted: bool) -> Running:
+        """The statistics that a call reads, or updates if it is counted.
+
+        In training others get the statistics of the minibatch alone: for a cumulative average (`momentum` None), or
+        because a repeated call must save what the first one has saved.
+        """
+        mean, var = tensors.running_mean, tensors.running_var
+        if mean is None or var is None:
+            return UNTRACKED
+        if not self.training:
+            return Running(mean, var)
+        if is_counted and self.momentum is not None:
+            return Running(mean, var, self.momentum)
+        return Running(torch.zeros_like(mean), torch.zeros_like(var), momentum=1.0)
 
     def _layer_tensors(self) -> tuple[LayerTensors, Tensor | None]:
         """Parameters and statistics, and the number of minibatches.
@@ -223,3 +221,10 @@ class ABN(NormBase):
         activation = f"activation={self.activation}({self.activation_param})"
         options = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
         return f"{super().extra_repr()}, {activation}, {options}"
+
+
+def _add_to_average(tensors: LayerTensors, of_minibatch: Running, minibatches: Tensor) -> None:
+    """Add a minibatch's statistics to their cumulative average, over this number () of minibatches."""
+    for running, new in zip(tensors[2:], of_minibatch[:2], strict=True):
+        if running is not None and new is not None:
+            running.lerp_(new, minibatches.to(running.dtype).reciprocal())  # a tensor: nothing waits for the device

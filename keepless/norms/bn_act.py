@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ..inputs import is_number
 from ..torch_internals import changing_mode, node_class
 from .backends import backend_for
 from .backends.activations import Activation, activate_
@@ -147,12 +146,6 @@ def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, torch.zeros_like(mean)
 
 
-def check_momentum(momentum: Any) -> None:
-    """ValueError if a momentum is invalid."""
-    if not (torch.compiler.is_compiling() or (is_number(momentum) and 0 <= momentum <= 1)):
-        raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch, or None")
-
-
 def norm_and_activation(
     x: Tensor,
     weight: Tensor | None,
@@ -165,7 +158,7 @@ def norm_and_activation(
     """Compute z by our node, or by PyTorch's operators if these save as little.
 
     Function modes, such as recordings, see a node as one call, unless it exchanges statistics or writes over x.
-    RuntimeError if it writes over an x that autograd does not allow to change.
+    PyTorch raises a RuntimeError if autograd does not allow to write over x.
     """
     tensors = (x, weight, bias, running_mean, running_var)
     if arguments.group is None and _runs_by_pytorch(x, arguments, strategy):
@@ -177,18 +170,7 @@ def norm_and_activation(
         return activate_(activation, y)
     if has_torch_function_unary(x) and arguments.group is None and not strategy.overwrite_input:
         return handle_torch_function(norm_and_activation, (x,), *tensors, arguments, strategy)
-    if not strategy.overwrite_input or torch.compiler.is_compiling():
-        return BatchNormActivation.apply(*tensors, arguments, strategy)
-    try:
-        return BatchNormActivation.apply(*tensors, arguments, strategy)
-    except RuntimeError as error:
-        message = str(error).lower().replace("-", "")
-        if "inplace" not in message and "writtento" not in message:
-            raise
-        raise RuntimeError(
-            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, a part "
-            f"made by chunk, split or unbind, expanded, or made in inference mode. {error}"
-        ) from error
+    return BatchNormActivation.apply(*tensors, arguments, strategy)
 
 
 def _runs_by_pytorch(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:

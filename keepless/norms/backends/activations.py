@@ -7,7 +7,6 @@ asymptote, y is lost: the inverse then uses the nearest value that the dtype can
 keeps y finite. dL/dy is zero to rounding there, so a finite y is all that is needed.
 """
 
-import difflib
 import math
 from typing import NamedTuple
 
@@ -35,13 +34,9 @@ def check_activation(activation: Activation, invertible: bool) -> None:
     """Raise ValueError if an activation does not exist or, with `invertible`, cannot be inverted."""
     name, param = activation
     if name not in ACTIVATIONS:
-        old = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
-        choices = INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS
-        # Another of PyTorch's functions, such as gelu, is no misspelling.
-        is_another = hasattr(F, str(name).lower())
-        nearest = [] if is_another else difflib.get_close_matches(str(name).lower(), choices, n=1)
-        fix = f"use {nearest[0]!r}" if nearest else f"choose one of {', '.join(choices)}"
-        raise ValueError(f"activation={name!r} is not known; {fix}{old}")
+        choices = ", ".join(INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS)
+        hint = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
+        raise ValueError(f"activation={name!r} is not known; choose one of {choices}{hint}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(
             f"activation={name!r} maps all negative inputs to one value, so an in-place layer cannot recover them; "
