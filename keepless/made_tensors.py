@@ -43,9 +43,7 @@ class MadeTensors(TorchDispatchMode):
         self.bytes = self.peak = 0  # bytes that exist now, and the most so far
         self.changes: list[Change] = []  # every allocation and release, in order
         self.sizes: list[int] = []  # bytes of each allocation
-        self.numbers: dict[int, int] = {}  # address -> number of the allocation
-        self.nodes: dict[int, object] = {}  # address -> node of the backward pass that allocated it
-        self.references: dict[int, weakref.ref] = {}  # by address
+        self.alive: dict[int, _Allocation] = {}  # of memory that exists, by address
         self._sum: _Sum | None = None
 
     def __torch_dispatch__(
@@ -60,7 +58,7 @@ class MadeTensors(TorchDispatchMode):
         self._sum = None
         result = self.call(function, args, kwargs or {})
         for storage in _storages(result):
-            if address(storage) not in argument_addresses and address(storage) not in self.references:
+            if address(storage) not in argument_addresses and address(storage) not in self.alive:
                 self.count_storage(storage)
         if function is torch.ops.aten.add.Tensor and engine_adds() and self._could_be_in_place(args[0], result):
             gradient, total = map(address, _storages([args[0], result]))
@@ -73,16 +71,17 @@ class MadeTensors(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was made in this context and still exists."""
-        return self.numbers.get(address(tensor.untyped_storage()))
+        allocation = self.alive.get(address(tensor.untyped_storage()))
+        return None if allocation is None else allocation.number
 
     def _could_be_in_place(self, gradient: Tensor, result: Any) -> bool:
         """Whether autograd without modes would add to the gradient in place, if nothing else holds it."""
-        gradient_address = address(gradient.untyped_storage())
-        if gradient_address not in self.numbers or torch.is_grad_enabled() or gradient._is_view():
+        allocation = self.alive.get(address(gradient.untyped_storage()))
+        if allocation is None or torch.is_grad_enabled() or gradient._is_view():
             return False
         node = running_node()
         following = getattr(node, "next_functions", ())
-        if self.nodes[gradient_address] == _node_identity(node) and len(set(following)) == len(following):
+        if allocation.node == _node_identity(node) and len(set(following)) == len(following):
             return False  # the addition is part of a node
         is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
@@ -96,22 +95,20 @@ class MadeTensors(TorchDispatchMode):
         storage_address = address(storage)
         size = storage.nbytes()
         number = len(self.sizes)
-        self.references[storage_address] = weakref.ref(storage, partial(self._count_release, storage_address))
-        self.numbers[storage_address] = number
-        self.nodes[storage_address] = _node_identity(running_node())
+        reference = weakref.ref(storage, partial(self._count_release, storage_address))
+        self.alive[storage_address] = _Allocation(number, _node_identity(running_node()), reference)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.sizes.append(size)
         self.note(Change(number, size, self.place()))
 
     def _count_release(self, storage_address: int, _: object) -> None:
-        number = self.numbers.pop(storage_address)
-        del self.references[storage_address], self.nodes[storage_address]
+        number = self.alive.pop(storage_address).number
         addition = self._sum
         if addition is not None and addition.gradient == storage_address and addition.changes == len(self.changes):
             self.bytes -= self.take_back().bytes
             self.peak = addition.peak
-            self.numbers[addition.result] = number
+            self.alive[addition.result] = self.alive[addition.result]._replace(number=number)
         else:
             size = self.sizes[number]
             self.bytes -= size
@@ -124,6 +121,14 @@ class MadeTensors(TorchDispatchMode):
     def take_back(self) -> Change:
         """Undo the last allocation: the addition was in place, see the class."""
         return self.changes.pop()
+
+
+class _Allocation(NamedTuple):
+    """Memory of a tensor that exists."""
+
+    number: int  # counts the allocations
+    node: object  # of the backward pass that allocated it
+    reference: weakref.ref  # calls `_count_release` when it is freed
 
 
 class _Sum(NamedTuple):

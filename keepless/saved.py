@@ -280,9 +280,7 @@ def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ())
         result = forward()
     left_out = {address(tensor.untyped_storage()) for tensor in without}
     saved = [tensor for tensor in [reference() for reference in references] if tensor is not None]
-    by_address: dict[int, Tensor] = {}
-    for tensor in saved:
-        by_address.setdefault(address(tensor.untyped_storage()), tensor)
+    by_address = {address(tensor.untyped_storage()): tensor for tensor in saved}
     return result, [tensor for place, tensor in by_address.items() if place not in left_out]
 
 

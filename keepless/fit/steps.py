@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -148,16 +148,13 @@ class Steps:
         self.network.zero_grad()
         example = self.growing.resized(value)
         args, kwargs = example
-        context: Any
-        if name == RECOMPUTED:
-            context = Recording(inputs=tensors_in(example))
-        elif name == CHECKPOINTED:
-            context = _checkpointing(self.blocks)
-        else:
-            context = nullcontext()
+        contexts: dict[str, AbstractContextManager[Any]] = {
+            RECOMPUTED: Recording(inputs=tensors_in(example)),
+            CHECKPOINTED: _checkpointing(self.blocks),
+        }
         try:
             with CountedStep(timed=True) as step:
-                with context:
+                with contexts.get(name, nullcontext()):
                     outputs = differentiable(self.network(*args, **kwargs))
                 loss = Loss.apply(*outputs)
                 loss.backward(torch.empty_like(loss))

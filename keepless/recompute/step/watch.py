@@ -57,7 +57,7 @@ class Watch(Counting):
             self.state = state
             self.is_over = True
             self.events = list(self.events)
-            self.allocations.references.clear()
+            self.allocations.alive.clear()
             for handle in self._handles:
                 handle.remove()
             self._handles = []
