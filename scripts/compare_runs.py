@@ -61,39 +61,50 @@ class Group(NamedTuple):
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     """The page: commands, a table of the groups, stopped runs and those left out, the `picture`, and the hardware."""
     runs = [run for group in groups for run in group.runs]
-    rows = score_rows(groups)
-    varied_nouns = []
+    folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
+    argument = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
+    command = f'python -m scripts.compare_runs {argument} out=OUT "title={title}"'
+    lines = [f"# {title}", "", "```", *map(printable, [*(run.launch_command() for run in runs), command]), "```", ""]
+    varied_rows = rows_of_repetitions(groups)
+    rows = [*score_rows(groups), *varied_rows, *rows_of_training(groups)]
+    lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
+    if len(runs) > len(groups):
+        lines += ["", f"Means ± standard deviations over {' and '.join(noun for noun, *_ in varied_rows)}."]
+    stopped_runs = [run for run in runs if run.interruptions()]
+    if stopped_runs:
+        lines += ["", "Stopped and continued:"]
+    for run in stopped_runs:
+        steps = "; ".join(f"{step:,}" for step in run.interruptions())
+        lines.append(f"- {escaped(run.name)}, after steps {steps}")
+    if left_out:
+        lines += ["", "Not in the table:"]
+    for path, why in left_out.items():
+        end = "/".join(path.resolve().parts[-2:])
+        lines.append(f"- {escaped(end)}: {escaped(why)}")
+    lines += ["", f"![curves of the runs]({picture})", ""]
+    lines += environments(runs)
+    return in_lines("\n".join(lines)) + "\n"
+
+
+def rows_of_repetitions(groups: list[Group]) -> list[list[str]]:
+    """Rows of the groups' folds and seeds, each if a group has several."""
+    rows = []
     for noun, attribute in (("folds", attrgetter("fold")), ("seeds", attrgetter("typed.seed"))):
-        values = [", ".join(dict.fromkeys(str(attribute(run)) for run in group.runs)) for group in groups]
-        if any("," in text for text in values):
-            varied_nouns.append(noun)
-            rows.append([noun, *("–" if text == "None" else f"{1 + text.count(',')} ({text})" for text in values)])
+        texts = [", ".join(dict.fromkeys(str(attribute(run)) for run in group.runs)) for group in groups]
+        if any("," in text for text in texts):
+            rows.append([noun, *("–" if text == "None" else f"{1 + text.count(',')} ({text})" for text in texts)])
+    return rows
+
+
+def rows_of_training(groups: list[Group]) -> list[list[str]]:
+    """Rows of images, speed, memory and time."""
     image_counts = [sorted({run.results["images"] for run in group.runs}) for group in groups]
-    rows += [
+    return [
         ["images evaluated", *(" – ".join(dict.fromkeys((str(c[0]), str(c[-1])))) for c in image_counts)],
         ["training images / s, median", *(group.training("images_per_second", ".1f") for group in groups)],
         ["peak memory, MiB (CUDA: of tensors)", *(group.training("peak_memory_mib", ",.0f") for group in groups)],
         ["training, minutes", *(group.training("minutes", ".1f") for group in groups)],
     ]
-    folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
-    argument = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
-    command = f'python -m scripts.compare_runs {argument} out=OUT "title={title}"'
-    lines = [f"# {title}", "", "```", *map(printable, [*(run.launch_command() for run in runs), command]), "```", ""]
-    lines.append(table(["", *(escaped(group.title) for group in groups)], rows))
-    if len(runs) > len(groups):
-        lines += ["", f"Means ± standard deviations over {' and '.join(varied_nouns)}."]
-    stopped_runs = [run for run in runs if run.interruptions()]
-    if stopped_runs:
-        lines += ["", "Stopped and continued:"]
-        steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped_runs)
-        lines += (f"- {escaped(run.name)}, after steps {after}" for run, after in zip(stopped_runs, steps, strict=True))
-    if left_out:
-        lines += ["", "Not in the table:"]
-        ends = ("/".join(path.resolve().parts[-2:]) for path in left_out)
-        lines += [f"- {escaped(end)}: {escaped(why)}" for end, why in zip(ends, left_out.values(), strict=True)]
-    lines += ["", f"![curves of the runs]({picture})", ""]
-    lines += environments(runs)
-    return in_lines("\n".join(lines)) + "\n"
 
 
 def score_rows(groups: list[Group]) -> list[list[str]]:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -87,32 +88,39 @@ def convert(options: Conversion) -> list[str]:
         if is_ours and value is not None:
             raise ValueError(f"{key_name}={value} has no effect on {name}, a checkpoint of ours: leave it out")
     writable_file("output", output, source, kind="network")
-    if is_ours and options.format == "checkpoint":
-        lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
-    elif is_ours:
-        weights = initial_weights.weights_in_checkpoint(content, source, name)
-        if not isinstance(weights.norm, BatchNorm):
-            raise ValueError(f"{name} has norm={weights.norm and weights.norm.name}: expected a batch normalisation")
-        norm = weights.norm
-        tensors = weights.converted()
-        lines = [f"input {weights.source}"]
-    else:
-        file = released.weights_in(content, source, name, options.scale)
-        norm = BatchNorm(activation="leaky_relu")  # its eps and activation are the release's
-        tensors = file.converted()
-        lines = [f"input {source}", *file.remarks]
-        if options.format == "checkpoint":
-            lines += _write_checkpoint(options, file, source, output)
     if options.format == "standard_bn":
-        checkpoint.write_alone(output, released.to_standard_bn(tensors))
-        slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
-        network = content["config"]["body"].get("network") if is_ours and isinstance(content, dict) else None
-        if network:
-            slope += f" (in the body {network}'s own eps, and this for its ReLUs alone)"
-        lines.append(f"its norms need eps={norm.eps} and {norm.activation}{slope}, which the file does not hold")
+        lines = _write_standard_bn(content, source, output, options.scale)
+    elif is_ours:
+        lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
+    else:
+        lines = _write_checkpoint(options, released.weights_in(content, source, name, options.scale), source, output)
     lines.append(f"output {output}")
     make_console().print("\n".join(lines), soft_wrap=True)
     return lines
+
+
+def _write_standard_bn(content: Any, source: Path, output: Path, scale: str | None) -> list[str]:
+    """Write the weights as a state dict for standard norms. Returns lines with the eps and activation it lacks."""
+    name = f"input={source}"
+    remark = ""
+    if initial_weights.is_ours(content):
+        ours = initial_weights.weights_in_checkpoint(content, source, name)
+        if not isinstance(ours.norm, BatchNorm):
+            raise ValueError(f"{name} has norm={ours.norm and ours.norm.name}: expected a batch normalisation")
+        norm = ours.norm
+        tensors = ours.converted()
+        lines = [f"input {ours.source}"]
+        network = content["config"]["body"].get("network") if isinstance(content, dict) else None
+        if network:
+            remark = f" (in the body {network}'s own eps, and this for its ReLUs alone)"
+    else:
+        file = released.weights_in(content, source, name, scale)
+        norm = BatchNorm(activation="leaky_relu")  # its eps and activation are the release's
+        tensors = file.converted()
+        lines = [f"input {source}", *file.remarks]
+    checkpoint.write_alone(output, released.to_standard_bn(tensors))
+    slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
+    return [*lines, f"its norms need eps={norm.eps} and {norm.activation}{slope}{remark}, which the file does not hold"]
 
 
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
@@ -146,7 +154,8 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **state, "config": configuration.plain(config)})
     names = state["classes"]
     description = f"{names[0]}, …" if is_named else "numbered, as the file does not name them"
-    lines = [f"{config.task} with norm={config.norm.name}, {architecture}", f"{len(names)} classes: {description}"]
+    lines = [f"input {source}", *file.remarks]
+    lines += [f"{config.task} with norm={config.norm.name}, {architecture}", f"{len(names)} classes: {description}"]
     if options.classes is not None and not segments:
         lines.append(NAMES)
     if architecture.kind == "wider_resnet" and not segments:

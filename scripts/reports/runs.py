@@ -43,6 +43,13 @@ class Scores(NamedTuple):
 SCORES = (Scores("miou", "pixel_accuracy", "iou"), Scores("top1", "top5", "accuracy"))
 
 
+def _scores_in(results: dict) -> Scores:
+    tasks = [scores for scores in SCORES if scores.best in results]
+    if not tasks:
+        raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
+    return tasks[0]
+
+
 class Run:
     """The files of a run that has ended, with local folders replaced by DIR.
 
@@ -64,17 +71,14 @@ class Run:
         self.folder = folder
         self.name = folder.resolve().name
         self.results = _content(folder / "results.json")
-        tasks = [scores for scores in SCORES if scores.best in self.results]
-        if not tasks:
-            raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
-        (self.scores,) = tasks
+        self.is_copy = self.results["config"]["run_dir"] == "DIR"
+        self.scores = _scores_in(self.results)
+        self.classes = list(self.results[self.scores.of_classes])
         header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
-        self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         match = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = match[1] if match else None
-        self.classes = list(self.results[self.scores.of_classes])
-        self.is_copy = self.results["config"]["run_dir"] == "DIR"
+        self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.evaluations = {
@@ -89,20 +93,24 @@ class Run:
             self.results["training"] = self._training_facts()
         self.training = self.results["training"]
         self.records = thinned(self.records, self.scores.best)
-        self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
         (schema,) = (run for run in configuration.RUNS.values() if run.score == self.scores.best)
         self.entry = schema.entry
         self.typed = recorded.from_plain(self.results["config"], schema, f"{folder}")
-        values = configuration.values_but(self.typed, "per_machine").items()
         self.fold: int | None = getattr(self.typed.data, "fold", None)
+        self.keys = self._distinguishing_keys()
+
+    def _distinguishing_keys(self) -> dict[str, Any]:
+        """See `keys` above."""
         left_out = [*SEED_AND_FOLDERS]
+        images = self.results["images"]
         if self.fold is not None:
             left_out += [key for key in MEASURED if f"{key}=" not in self.command]
+            images = "of a fold"
         if self.config.split()[3] == "cpu":
             left_out += CUDA_KEYS
-        self.keys = {name: value for name, value in values if name not in left_out}
-        images = self.results["images"] if self.fold is None else "of a fold"
-        self.keys |= {"processes": self.processes, "images": images}
+        values = configuration.values_but(self.typed, "per_machine")
+        keys = {name: value for name, value in values.items() if name not in left_out}
+        return {**keys, "processes": self.processes, "images": images}
 
     def launch_command(self) -> str:
         """The command that starts all processes of the run."""
@@ -149,7 +157,7 @@ class Run:
         for stem, results in files.items():
             write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
         write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
-        write_file(folder / "metrics.jsonl", self.metrics)
+        write_file(folder / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in self.records))
 
 
 def thinned(records: list[dict], best: str) -> list[dict]:
