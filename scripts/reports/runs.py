@@ -112,6 +112,11 @@ class Run:
         keys = {name: value for name, value in values.items() if name not in left_out}
         return {**keys, "processes": self.processes, "images": images}
 
+    @property
+    def metrics(self) -> str:
+        """The records, a line of JSON each."""
+        return "".join(f"{json.dumps(record)}\n" for record in self.records)
+
     def launch_command(self) -> str:
         """The command that starts all processes of the run."""
         if self.processes == 1:
@@ -157,7 +162,7 @@ class Run:
         for stem, results in files.items():
             write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
         write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
-        write_file(folder / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in self.records))
+        write_file(folder / "metrics.jsonl", self.metrics)
 
 
 def thinned(records: list[dict], best: str) -> list[dict]:
