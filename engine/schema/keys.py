@@ -10,12 +10,23 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
-from typing_extensions import dataclass_transform
+from typing_extensions import Unpack, dataclass_transform
 
 from models.private_torch import tree_leaves
 
@@ -36,44 +47,31 @@ class Keys(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-def key(
-    default: T,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    one_of: tuple | None = None,
-    entries: tuple[str, ...] | None = None,
-    names: bool = False,
-    word: str | None = None,
-    free_on_resume: bool = False,
-    per_machine: bool = False,
-    task: str | None = None,
-    written: bool = False,
-    is_argument: bool = True,
-) -> T:
-    """A key with a default. Bounds hold for every number in a list.
+class Rules(TypedDict, total=False):
+    """Which values a key may have, and what a command does with it. Bounds hold for every number in a list."""
 
-    None (null) is allowed, except for `names` and, unless it is the default, with a `word`.
+    above: float
+    least: float
+    most: float
+    one_of: tuple  # the allowed values; of a list, the allowed entries
+    entries: tuple[str, ...]  # names of the list's entries, which fix its length
+    names: bool  # the value is a name or a list of different names
+    # The value is this word or a whole number, without bounds a boolean. (The type is Any: OmegaConf cannot merge
+    # `int | str`.)
+    word: str
+    free_on_resume: bool  # a resumed run may change the key, which says where or how to compute, not what
+    per_machine: bool  # ranks may also have different values
+    task: str  # the only task that has the key, see `refuse_other_tasks`
+    written: bool  # a file or folder that the command replaces, so jobs of a sweep need different ones
+    is_argument: bool  # False: what a choice builds does not take the key as an argument of the same name
 
-    Args:
-        above, least, most: a number must be > above, >= least, <= most.
-        one_of: the allowed values; of a list, the allowed entries.
-        entries: names of the list's entries, which fix its length.
-        names: the value is a name or a list of different names.
-        word: the value is this word or a whole number, without bounds a boolean. (The type is Any: OmegaConf cannot
-            merge `int | str`.)
-        free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
-        per_machine: ranks may also have different values.
-        task: the only task that has the key, see `refuse_other_tasks`.
-        written: the value is a file or folder that the command replaces, so jobs of a sweep need different ones.
-        is_argument: what a choice builds takes the key as an argument of the same name.
-    """
-    bounds: dict[str, Any] = {"above": above, "least": least, "most": most}
-    bounds |= {"one_of": one_of, "entries": entries, "names": names, "word": word}
-    uses = {"task": task, "written": written, "is_argument": is_argument}
-    uses |= {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **uses})
+
+def key(default: T, **rules: Unpack[Rules]) -> T:
+    """A key with a default. None (null) is allowed, except for `names` and, unless it is the default, with a `word`."""
+    may_be_null = default is None or not (rules.get("names") or rules.get("word"))
+    is_free = rules.get("free_on_resume", False) or rules.get("per_machine", False)
+    metadata = {**rules, "free_on_resume": is_free, "may_be_null": may_be_null}
+    return field(default_factory=lambda: deepcopy(default), metadata=metadata)
 
 
 def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
@@ -239,13 +237,12 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
 
 
 def check_values(config: Keys, prefix: str = "") -> None:
-    """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
+    """Check every value against its key's rules, then each dataclass by its method `check`, if it has one.
 
     If a key has the choice "false", the boolean that Hydra and YAML make of it becomes the word again.
 
     ValueError: names the key, its value and the expected values.
     """
-    hints, groups = get_type_hints(type(config)), groups_of(type(config))
     for entry in fields(config):
         name = prefix + entry.name
         value = getattr(config, entry.name)
@@ -254,16 +251,19 @@ def check_values(config: Keys, prefix: str = "") -> None:
             setattr(config, entry.name, value)
         if "is_group" in entry.metadata:
             for place, choice in chosen(name, value):
+                if choice is None:
+                    alternative(place, groups_of(type(config))[entry.name], None)
                 if is_absent(choice):
                     continue
-                selected = choice and choice.name
-                if type(choice) is not alternative(place, groups[name], selected):
-                    raise ValueError(f"{place}.name={selected} does not change the {name}: give {name}={selected}")
+                if choice.name != type(choice).name:
+                    raise ValueError(
+                        f"{place}.name={choice.name} does not change the {name}: give {name}={choice.name}"
+                    )
                 check_values(choice, f"{place}.")
         elif isinstance(value, Keys):
             check_values(value, f"{name}.")
         else:
-            _check_value(name, value, entry, hints[entry.name])
+            _check_value(name, value, entry, type(config))
     check = getattr(config, "check", None)
     if check is not None:
         check()
@@ -297,67 +297,47 @@ def expected(declared: Declared) -> str:
     return ("", "a list, each ", "a list of lists, each ")[lists] + text
 
 
-def _check_value(name: str, value: Any, entry: Field[Any], kind: Any) -> None:
-    """ValueError, which says what the key expects: its rules (see `key`) do not allow the value."""
+def _check_value(name: str, value: Any, entry: Field[Any], owner: type[Keys]) -> None:
+    """ValueError, which says what the key expects: its rules do not allow the value."""
     rules = entry.metadata
     if rules.get("written") and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
         raise ValueError(
             f"{name}={value}: expected the path to write to, such as {name}=OUT; left out, nothing is written"
         )
-    if value is None and _may_be_null(entry):
-        return
-    if _is_bounded(rules):
-        number_count = len(tree_leaves(value))
-        if number_count > MOST_NUMBERS:
-            raise ValueError(f"{name} has {number_count:,} numbers: expected at most {MOST_NUMBERS:,}")
-    if not _fits(value, rules):
-        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(Declared(kind, rules))}")
+    number_count = len(tree_leaves(value)) if _is_bounded(rules) else 0
+    if number_count > MOST_NUMBERS:
+        raise ValueError(f"{name} has {number_count:,} numbers: expected at most {MOST_NUMBERS:,}")
+    if not _is_allowed(value, rules):
+        declared = Declared(get_type_hints(owner)[entry.name], rules)
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(declared)}")
 
 
-def _may_be_null(entry: Field[Any]) -> bool:
-    """Whether a key may be None: by default, or without `names` and `word`."""
-    if not entry.metadata.get("names") and not entry.metadata.get("word"):
-        return True
-    return callable(entry.default_factory) and entry.default_factory() is None
+def _is_bounded(rules: Mapping[str, Any]) -> bool:
+    """Whether the values of a key are numbers with a lower bound. (None has an upper bound alone.)"""
+    return "above" in rules or "least" in rules
 
 
-def _fits(value: Any, rules: Mapping[str, Any]) -> bool:
-    """Whether a value is one that its key allows, apart from None and from the number of its numbers."""
-    word, one_of = rules.get("word"), rules.get("one_of")
+def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
+    """Whether a key with these rules may have a value, whose type fits."""
+    word, one_of, entries = rules.get("word"), rules.get("one_of"), rules.get("entries")
+    if value is None:
+        return rules.get("may_be_null", True)
     if one_of is not None:
         values = value if isinstance(value, list) else [value]
         return bool(values) and all(single in one_of for single in values)
     if rules.get("names"):
         return bool(as_list(value))
-    if word is not None and value == word:
+    if word is not None:
+        if value == word or not _is_bounded(rules):
+            return value == word or type(value) is bool
+        if type(value) is not int:
+            return False
+    if not _is_bounded(rules):
         return True
-    if _is_bounded(rules):
-        return _are_within(value, rules)
-    return word is None or type(value) is bool
-
-
-def _is_bounded(rules: Mapping[str, Any]) -> bool:
-    """Whether the numbers of a key have a lower bound; an upper one alone is not checked."""
-    return rules.get("above") is not None or rules.get("least") is not None
-
-
-def _are_within(value: Any, rules: Mapping[str, Any]) -> bool:
-    """Whether a value is a number, or a list of as many as its key has `entries`, each within the bounds."""
     numbers = tree_leaves(value)
-    is_whole = rules["word"] is None or type(value) is int
-    is_complete = bool(numbers) and (rules["entries"] is None or len(value) == len(rules["entries"]))
-    return is_whole and is_complete and all(_is_within(number, rules) for number in numbers)
-
-
-def _is_within(number: Any, bounds: Mapping[str, Any]) -> bool:
-    """Whether a number is finite, and within the bounds of its key."""
-    above, least, most = bounds["above"], bounds["least"], bounds["most"]
-    return (
-        number < math.inf  # NaN is not
-        and (above is None or number > above)
-        and (least is None or number >= least)
-        and (most is None or number <= most)
-    )
+    above, least, most = rules.get("above", -math.inf), rules.get("least", -math.inf), rules.get("most", math.inf)
+    is_complete = bool(numbers) if entries is None else len(value) == len(entries)
+    return is_complete and all(above < number < math.inf and least <= number <= most for number in numbers)
 
 
 def as_list(value: Any) -> list[str]:
