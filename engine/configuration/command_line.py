@@ -3,10 +3,9 @@
 import shlex
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial, wraps
 from inspect import unwrap
 from pathlib import Path
@@ -32,11 +31,10 @@ from engine.process import plugins
 from engine.process.completion import write_cache
 from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
-from engine.schema.keys import CHOICES, CONFIGS, Keys, groups_of
+from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
 SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
 MULTIRUN = "hydra.mode=MULTIRUN"  # what -m means
-PRIMARY: dict[str, str] = {}  # the configuration of each, which --config-name may change
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
@@ -66,41 +64,34 @@ def configured(
         @wraps(main)
         def run() -> None:
             """Print the help, or have Hydra do what its options ask for: by default, compose the keys of `main`."""
-            arguments = sys.argv[1:]
-            parser = get_args_parser()
-            with errors_for_users(_restart_advice(schema, arguments)):
-                options, words, malformed = _parsed_arguments(arguments, parser)
-                with _configurations_of(name, options, words):
-                    if malformed:
-                        with _wrong_words_answered(name, words):
-                            raise HydraException(f"{malformed[0]}: expected key=value")
-                    if not all(map(Path.is_dir, plugins.ADDED)):
-                        raise ValueError(f"Additional config directory '{plugins.ADDED[0]}' not found")
-                    if options.help:
-                        text = description or sys.modules[main.__module__].__doc__ or name
-                        print(help_text(text, name, schema, composed(name, *words)))
-                    else:
-                        _run_hydra(name, started, parser, options, words)
+            with errors_for_users(_restart_advice(schema)):
+                options, words = _parsed_arguments(sys.argv[1:])
+                plugins.load(words, CHOICES)
+                plugins.ADDED[:] = [Path(options.config_dir).resolve()] if options.config_dir else []
+                _check_options(name, options, words)
+                if options.help:
+                    text = description or sys.modules[main.__module__].__doc__ or name
+                    print(help_text(text, name, schema, composed(name, *words, primary=options.config_name)))
+                else:
+                    _run_hydra(name, started, options, words)
 
         return run
 
     return decorated
 
 
-def _restart_advice(schema: type[Keys], arguments: Sequence[str]) -> str:
-    """How to go on with a command that was stopped."""
-    can_resume = any(field.name == "resume" for field in fields(schema))
-    if not can_resume or not {"-m", "--multirun"}.isdisjoint(arguments):
+def _restart_advice(schema: type[Keys]) -> str:
+    """How to go on with this process's command, which has these keys, when it was stopped."""
+    if "resume" not in declared_in(schema) or not {"-m", "--multirun"}.isdisjoint(sys.argv):
         return "start it again"
-    if any(word.startswith("run_dir=") for word in arguments):
-        return "start it again with resume=auto"
-    return "start it again with resume=auto and run_dir=FOLDER, the one that it has named"
+    is_named = any(word.startswith("run_dir=") for word in sys.argv)
+    return "start it again with resume=auto" + ("" if is_named else " and run_dir=FOLDER, the one that it has named")
 
 
-def _parsed_arguments(arguments: Sequence[str], parser: ArgumentParser) -> tuple[Namespace, list[str], list[str]]:
-    """Split arguments, in any order, into Hydra's options and words; of these, again, which are not key=value.
+def _parsed_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Split arguments, in any order, into Hydra's options and words: key=value, and what is no option of Hydra's.
 
-    ValueError: an option is wrong.
+    ValueError: Hydra's parser refuses an option.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -109,89 +100,76 @@ def _parsed_arguments(arguments: Sequence[str], parser: ArgumentParser) -> tuple
         advice = advice_about(ALONE, "", ())  # the keys that a command needs
         raise ValueError(f"{message}; {advice.say}" if advice else message)
 
+    parser = get_args_parser()
     parser.allow_abbrev = False
     parser.error = refuse  # type: ignore[method-assign]
-    options, malformed = parser.parse_known_intermixed_args(arguments)
-    if options.package and not options.cfg:
-        malformed = [word for word in arguments if word not in options.overrides]
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options.multirun |= MULTIRUN in options.overrides
+    if options.package and not options.cfg:  # -p means something else in other programs
+        return options, [*arguments]
+    return options, [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
+
+
+def _check_options(name: str, options: Namespace, words: Sequence[str]) -> None:
+    """Raise ValueError if options of Hydra's cannot be followed, or words are no key=value."""
     if options.resolve and not options.cfg:
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
     if options.experimental_rerun:
         raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")
-    options.multirun |= MULTIRUN in options.overrides
-    words = [word for word in arguments if word in (*options.overrides, *malformed) and word != MULTIRUN]
-    return options, words, malformed
+    if not {*words} <= {*options.overrides}:
+        raise _answered(name, words, HydraException("expected key=value"))
+    for folder in plugins.ADDED:
+        if not folder.is_dir():
+            raise ValueError(f"Additional config directory '{folder}' not found")
+    for word in words:
+        if word.startswith("hydra.run.dir=") and "run_dir" in declared_in(SCHEMAS[name]):
+            raise ValueError(f"{word}: give {word.removeprefix('hydra.').replace('.', '_', 1)}, the folder of the run")
 
 
-@contextmanager
-def _configurations_of(name: str, options: Namespace, words: Sequence[str]) -> Iterator[None]:
-    """Context in which Hydra also finds configurations of plugins and of --config-dir and --config-name.
-
-    ValueError: a plugin cannot be loaded.
-    """
-    plugins.load(words, CHOICES)
-    plugins.ADDED[:] = [Path(folder).resolve() for folder in [options.config_dir] if folder]
-    PRIMARY[name] = options.config_name or name
-    try:
-        yield
-    finally:
-        plugins.ADDED.clear()
-        PRIMARY.clear()
-
-
-def _run_hydra(
-    name: str, main: Callable[[Any], Any], parser: ArgumentParser, options: Namespace, words: list[str]
-) -> None:
+def _run_hydra(name: str, main: Callable[[Any], Any], options: Namespace, words: list[str]) -> None:
     """Do what Hydra's options ask for; without any, start the command."""
+    schema = SCHEMAS[name]
+    primary = options.config_name or name
     errors: list[Exception] = []
 
     def start(values: DictConfig) -> Any:
         try:
-            with _wrong_words_answered(name, words):
-                config = typed(values, SCHEMAS[name])
-            return _call_main(name, main, words, config)
+            return _call_main(name, main, words, _typed(name, words, values))
         except Exception as error:  # about which Hydra would print a traceback
             errors.append(error)
 
-    for word in words:
-        if word.startswith("hydra.run.dir=") and any(field.name == "run_dir" for field in fields(SCHEMAS[name])):
-            raise ValueError(f"{word}: give {word.removeprefix('hydra.').replace('.', '_', 1)}, the folder of the run")
-    primary = PRIMARY[name]
-    overrides = words
     try:
-        if not options.shell_completion:
-            overrides = [as_typed(word, SCHEMAS[name], sweeps=options.multirun) for word in words]
+        overrides = [as_typed(word, schema, sweeps=options.multirun) for word in words]
         with composing(name, options.config_path) as program:
             if options.hydra_help:
-                program.hydra_help(primary, parser, options)
+                program.hydra_help(primary, get_args_parser(), options)
             elif options.cfg:
                 program.show_cfg(primary, overrides, options.cfg, options.package, options.resolve)
             elif options.info:
                 program.show_info(options.info, primary, overrides)
             elif options.shell_completion:
-                program.shell_completion(primary, overrides)
+                program.shell_completion(primary, words)
                 write_cache(name)
             elif options.multirun:
                 hydra_options = [word for word in sys.argv[1:] if word not in (*words, "-m", "--multirun", MULTIRUN)]
-                sweep(program, primary, partial(checked, name), Jobs(SCHEMAS[name], hydra_options), overrides)
+                check = partial(checked, name, primary=options.config_name)
+                sweep(program, primary, check, Jobs(schema, hydra_options), overrides)
             else:
                 program.run(primary, start, [*overrides, "hydra.mode=RUN"])
-    except (HydraException, OmegaConfBaseException):
-        with _wrong_words_answered(name, words):
-            raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _answered(name, words, error) from error
     if errors:
         raise errors[0]
 
 
-def _call_main(name: str, main: Callable[[Any], Any], words: list[str], config: Keys) -> Any:
+def _call_main(name: str, main: Callable[[Any], Any], words: Sequence[str], config: Keys) -> Any:
     """Call a command's own function. Errors name wrong words, or the file that ends the program."""
     try:
         return main(config)
     except ValueError as error:  # a file that does not exist, such as init.weights=last
         wrong_words = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
         if wrong_words and wrong_words[0].partition("=")[0] not in groups_of(SCHEMAS[name]):
-            with _wrong_words_answered(name, wrong_words):
-                raise
+            raise _answered(name, wrong_words, error) from error
         raise
     except SystemExit as ended:
         *_, (last, line) = traceback.walk_tb(ended.__traceback__)
@@ -201,23 +179,32 @@ def _call_main(name: str, main: Callable[[Any], Any], words: list[str], config: 
         raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
 
 
-def checked(name: str, *words: str) -> Any:
-    """The checked keys of a declared command with these words.
+def checked(name: str, *words: str, primary: str | None = None) -> Any:
+    """The checked keys of a declared command with these words. `primary`: see `composed`.
 
     ValueError: a word is wrong, a key has no value, or the keys break a rule. The message names the fix.
     """
-    values = composed(name, *words)
-    with _wrong_words_answered(name, words):
+    return _typed(name, words, composed(name, *words, primary=primary))
+
+
+def _typed(name: str, words: Sequence[str], values: DictConfig) -> Any:
+    """The checked keys of values that Hydra composed from these words. ValueError: see `checked`."""
+    try:
         return typed(values, SCHEMAS[name])
+    except (OmegaConfBaseException, ValueError) as error:
+        raise _answered(name, words, error) from error
 
 
-def composed(name: str, *words: str) -> DictConfig:
+def composed(name: str, *words: str, primary: str | None = None) -> DictConfig:
     """The configuration of a declared command with these words. It may lack values, or break rules between keys.
 
-    ValueError: see `checked`.
+    `primary`: the name of its main file, if that is not configs/NAME.yaml. ValueError: see `checked`.
     """
-    with _wrong_words_answered(name, words), composing(name):
-        return hydra.compose(PRIMARY.get(name, name), [as_typed(word, SCHEMAS[name]) for word in words])
+    try:
+        with composing(name):
+            return hydra.compose(primary or name, [as_typed(word, SCHEMAS[name]) for word in words])
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _answered(name, words, error) from error
 
 
 @contextmanager
@@ -239,15 +226,11 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
         GlobalHydra.instance().hydra = running
 
 
-@contextmanager
-def _wrong_words_answered(name: str, words: Sequence[str]) -> Iterator[None]:
-    """Context that turns an error of a command's words into the ValueError that names the fix."""
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        from engine.configuration.messages import Messages  # a right command needs no words of other programs
+def _answered(name: str, words: Sequence[str], error: Exception) -> ValueError:
+    """The error of a command's words as one that names the fix."""
+    from engine.configuration.messages import Messages  # a right command needs no words of other programs
 
-        raise ValueError(Messages(name, SCHEMAS[name]).message(words, error)) from error
+    return ValueError(Messages(name, SCHEMAS[name]).message(words, error))
 
 
 def command_line() -> str:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +25,10 @@ from rich.console import Console
 from engine.process import distributed, plugins
 from engine.process.console import log_to, make_console
 from engine.process.jobs import has_ended, run_jobs
-from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, leaves, named_after, override
+from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, declared_in, leaves, named_after, override
 
 Check = Callable[..., Keys]  # of the words of a job
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that a sweep sets for each job
-
-
-class JobFailed(ValueError):
-    """A job has failed. It has said why."""
 
 
 class Job(NamedTuple):
@@ -78,15 +74,19 @@ class Jobs:
         """The job of these words, which has this number in the sweep of a folder."""
         differing = self.differing(words)
         title = " ".join(differing)
-        if not _has_run_dir(self.schema):
+        if not self.has_run_dir:
             return Job(title, [*self.options, *words], None)
         if self.first_trial is None:
-            name = named_after(differing, self.has_digests)
+            run_dir = Path(folder, named_after(differing, self.has_digests))
         else:
-            name = str(self.first_trial + number)
-            title = f"trial {name}: {title}"
-        run_dir = Path(folder, name)
+            run_dir = Path(folder, str(self.first_trial + number))
+            title = f"trial {run_dir.name}: {title}"
         return Job(title, [*self.options, *words, override("run_dir", run_dir), "resume=auto"], run_dir)
+
+    @property
+    def has_run_dir(self) -> bool:
+        """Whether each job writes a run directory of its own."""
+        return "run_dir" in declared_in(self.schema)
 
     def differing(self, words: Sequence[str]) -> list[str]:
         """The overrides that differ between jobs."""
@@ -94,8 +94,8 @@ class Jobs:
 
     def run(
         self, jobs: Sequence[Job], console: Console, process_count: int = 1, jobs_here: str = ""
-    ) -> dict[str, JobFailed]:
-        """Run the jobs that have not ended, one after the other. Returns {title: error} of failed jobs.
+    ) -> dict[str, ValueError]:
+        """Run the jobs that have not ended, one after the other. Returns {title: error} of those that fail and say why.
 
         `jobs_here`: see `distributed.JOBS_HERE`. Preempted: see `run_jobs`.
         """
@@ -107,7 +107,7 @@ class Jobs:
             else:
                 commands[job.title] = [sys.executable, *self.start, *job.words]
         errors = run_jobs(commands, console, ended_before=len(jobs) - len(commands), variables=variables)
-        return {title: JobFailed(f"{title}: {error}") for title, error in errors.items()}
+        return {title: ValueError(f"{title}: {error}") for title, error in errors.items()}
 
     def score(self, job: Job) -> float | None:
         """The score that a job's run has left; None of other ranks than the first, which may be done before it."""
@@ -142,7 +142,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     log_to(console, None)
     overrides, settings = _parsed_sweep(program, primary, check, words)
     jobs = replace(jobs, swept=[key for key, override in overrides.items() if override.is_sweep_override()])
-    is_basic = settings.sweeper["_target_"].endswith(BasicSweeper.__name__)
+    is_basic = settings.sweeper["_target_"].endswith(BasicSweeper.__name__)  # else it chooses values as it goes
     words_by_job = _words_by_job(overrides) if is_basic else [[*first_values(overrides)]]
     differing_by_job = [jobs.differing(job_words) for job_words in words_by_job]
     configs = [check(*job_words) for job_words in words_by_job]
@@ -150,28 +150,31 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     score = getattr(jobs.schema, "score", None)
     if score and str(settings.sweeper.get("direction")).endswith("minimize"):
         raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
-    folder = Path(settings.sweep.dir)
-    if not any(word.startswith("hydra.sweep.dir=") for word in words):
-        folder = _default_folder(jobs, overrides, configs[0])
+    is_named = any(word.startswith("hydra.sweep.dir=") for word in words)
+    folder = Path(settings.sweep.dir) if is_named else _default_folder(jobs, overrides, configs[0])
     if is_basic:
         names = {named_after(differing) for differing in differing_by_job}
         jobs = replace(jobs, has_digests=len(names) < len(differing_by_job))
     else:
-        folder.mkdir(parents=True, exist_ok=True)  # for a file of its trials
-        numbers = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-        jobs = replace(jobs, first_trial=1 + max(numbers, default=-1))
+        jobs = replace(jobs, first_trial=_next_trial(folder))
     remaining_words = [word for word in words if word.partition("=")[0] not in OF_RUN_DIRECTORIES]
     _pickle_for_workers()
     try:
         program.multirun(primary, jobs, [*remaining_words, override("hydra.sweep.dir", folder), "hydra.mode=MULTIRUN"])
     finally:
         copyreg.dispatch_table.pop(DictConfig)
-        if not _has_run_dir(jobs.schema):
+        if not jobs.has_run_dir:
             _remove_sweep_files(folder)
         elif folder.is_dir():
             compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
             console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
             console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
+
+
+def _next_trial(folder: Path) -> int:
+    """The first number that no trial in a sweep's folder has. The folder is made, for the sweeper's file of trials."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=-1)
 
 
 def _default_folder(jobs: Jobs, overrides: Mapping[str, Override], config: Keys) -> Path:
@@ -192,10 +195,6 @@ def _remove_sweep_files(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _has_run_dir(schema: type[Keys]) -> bool:
-    return any(key.name == "run_dir" for key in fields(schema))
-
-
 def _parsed_sweep(
     program: Hydra, primary: str, check: Check, words: Sequence[str]
 ) -> tuple[dict[str, Override], DictConfig]:
@@ -206,10 +205,7 @@ def _parsed_sweep(
                 f"{next_word}: a sweep's values have commas between them, without spaces: {word},{next_word}"
             )
     parser = OverridesParser.create(program.config_loader)
-    try:
-        parsed = parser.parse_overrides([*words])
-    except HydraException as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+    parsed = parser.parse_overrides([*words])
     overrides = {override.get_key_element(): override for override in parsed if not override.is_hydra_override()}
     try:
         settings = program.compose_config(primary, [*words], RunMode.MULTIRUN).hydra
@@ -254,22 +250,22 @@ def _words_by_job(overrides: Mapping[str, Override]) -> list[list[str]]:
 
 def check_different(differing_by_job: list[list[str]], configs: list[Keys]) -> None:
     """ValueError if jobs are equal, or would write the same file or folder: only the last one's would be left."""
-    jobs = [*zip(differing_by_job, configs, strict=True)]
-    for (differing, config), (other, other_config) in itertools.combinations(jobs, 2):
+    jobs = zip(map(" ".join, differing_by_job), configs, map(_paths_written, configs), strict=True)
+    for (title, config, path_by_key), (other_title, other_config, other_path_by_key) in itertools.combinations(jobs, 2):
         if config == other_config:
-            raise ValueError(f"{' '.join(differing)} and {' '.join(other)} are the same job: leave one of them out")
-    writer_by_path: dict[tuple[str, str], list[str]] = {}
-    for differing, config in jobs:
-        for name, value, key_field in leaves(config):
-            if not (key_field.metadata.get("written") and value):
-                continue
-            writer = writer_by_path.setdefault((name, value), differing)
-            if writer is not differing:
-                key = differing[0].partition("=")[0]
+            raise ValueError(f"{title} and {other_title} are the same job: leave one of them out")
+        for name, path in path_by_key.items():
+            if other_path_by_key.get(name) == path:
+                key = title.partition("=")[0]
                 raise ValueError(
-                    f"{name}={value}: {' '.join(writer)} would write there, and {' '.join(differing)} replace it: give "
-                    f"each its own, such as '{name}=NAME-${{{key}}}'"
+                    f"{name}={path}: {title} would write there, and {other_title} replace it: give each its own, such "
+                    f"as '{name}=NAME-${{{key}}}'"
                 )
+
+
+def _paths_written(config: Keys) -> dict[str, str]:
+    """{key: file or folder} that a job replaces."""
+    return {name: value for name, value, entry in leaves(config) if entry.metadata.get("written") and value}
 
 
 def _pickle_for_workers() -> None:
