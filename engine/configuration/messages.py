@@ -46,38 +46,20 @@ class Messages:
         self.keys = {*self.declared, *self.groups}
 
     def message(self, words: Sequence[str], error: Exception) -> str:
-        """The message about words that caused an error."""
+        """The message about words that caused an error: about all wrong arguments, or a word's form, or the error."""
         for word in words:
             if TORCHRUN_OPTION.match(word):
                 return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
-        our_words = [word for word in words if not ("=" in word and HYDRA_KEY.match(_key_in(word.lstrip("+~"))))]
-        messages = (self._about_all(our_words, error), *map(self._about_form, our_words))
-        return next(filter(None, messages), None) or self._about_error(error, _wrong_word(words, error))
-
-    def _about_all(self, words: Sequence[str], error: Exception) -> str:
-        """One message about all words that are not the command's keys, choices or values."""
-        wrong = (argument for argument in arguments(words, self.keys) if not self._is_right(argument, error))
+        our_words = [
+            word for word in words if not ("=" in word and HYDRA_KEY.match(word.lstrip("+~").partition("=")[0]))
+        ]
+        wrong = (argument for argument in arguments(our_words, self.keys) if not self._is_right(argument, error))
         answers = [answer for answer in map(self._answer, wrong) if answer is not None]
-        if not answers:
-            return ""
-        gives = _one_value_each(answers)
-        needed = self._needed_choice(gives, words)
-        if len(answers) == 1:
-            ((text, _, _, fault), _, say) = answers[0]
-            return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
-        sentences = []
-        replaced = " and ".join(answer.argument.title for answer in answers if answer.give)
-        if replaced:
-            no_keys = all(answer.argument.fault == NO_KEY for answer in answers)
-            no_such_keys = f"there {'are no such keys' if ' and ' in replaced else 'is no such key'} as {replaced}; "
-            start = no_such_keys if no_keys else f"{replaced}: "
-            sentences.append(f"{start}give {' '.join(gives)}{needed}")
-        titles_by_sentence: dict[str, list[str]] = {}
-        for answer in answers:
-            if not answer.give:
-                titles_by_sentence.setdefault(answer.say, []).append(answer.argument.title)
-        sentences += [f"{' and '.join(titles)}: {say}" for say, titles in titles_by_sentence.items()]
-        return "; ".join(sentences)
+        if answers:
+            gives = _one_value_each(answers)
+            return _joined(answers, f"give {' '.join(gives)}", self._needed_choice(gives, our_words))
+        about_forms = filter(None, map(self._about_form, our_words))
+        return next(about_forms, None) or self._about_error(error, _wrong_word(words, error))
 
     def _is_right(self, argument: Argument, error: Exception) -> bool:
         """Whether the command has an argument's choice, or a key for its value; texts are not known to be right."""
@@ -100,13 +82,11 @@ class Messages:
         if advice is not None:
             return Answer(argument, *self._corrected(*advice))
         if name in self.keys:
-            correction = self._correction(name, value)
-            if correction is None and fault:
-                pair = self._pair(name, value)
-                correction = [pair], f"give {pair}"
+            pair = self._pair(name, value)
+            correction = self._correction(name, value) or (([pair], f"give {pair}") if fault else None)
             return correction and Answer(argument, *correction)
-        free = tuple(f"{key}." for key, declared in self.declared.items() if declared.kind is Any)  # of any names
-        if fault in ("", NO_VALUE) or name.startswith(free):
+        parent = self.declared.get(name.rpartition(".")[0])
+        if fault in ("", NO_VALUE) or (parent and parent.kind is Any):
             return None
         pairs = [self._pair(key, value) for key in nearest]
         if pairs:
@@ -264,7 +244,7 @@ class Messages:
 
 def _key_in(word: str) -> str:
     """optim.lr of +optim.lr=0.1."""
-    return word.lstrip("+").partition("=")[0]
+    return word.lstrip("+~").partition("=")[0]
 
 
 def _wrong_word(words: Sequence[str], error: Exception) -> str:
@@ -274,6 +254,27 @@ def _wrong_word(words: Sequence[str], error: Exception) -> str:
     match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
     key = getattr(error, "full_key", None) or (match and match[1])
     return next((word for word in reversed(words) if _key_in(word) == key), "")
+
+
+def _joined(answers: Sequence[Answer], advice: str, needed: str) -> str:
+    """One message of all answers. `advice`: what to give instead of those that have something to give."""
+    if len(answers) == 1:
+        ((text, _, _, fault), _, say) = answers[0]
+        return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
+    sentences = []
+    replaced = [answer.argument.title for answer in answers if answer.give]
+    if replaced:
+        start = f"{' and '.join(replaced)}: "
+        if all(answer.argument.fault == NO_KEY for answer in answers):
+            there_are_no = "there are no such keys" if len(replaced) > 1 else "there is no such key"
+            start = f"{there_are_no} as {' and '.join(replaced)}; "
+        sentences.append(f"{start}{advice}{needed}")
+    titles_by_sentence: dict[str, list[str]] = {}
+    for answer in answers:
+        if not answer.give:
+            titles_by_sentence.setdefault(answer.say, []).append(answer.argument.title)
+    sentences += [f"{' and '.join(titles)}: {say}" for say, titles in titles_by_sentence.items()]
+    return "; ".join(sentences)
 
 
 def _one_value_each(answers: Iterable[Answer]) -> list[str]:
