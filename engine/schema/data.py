@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
-from datasets.reading import pairs_of
 from datasets.stored import COLOURS, MOST_CHANNELS
 from datasets.transforms import padded_share, shown_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
@@ -54,8 +53,9 @@ class Data:
     channels = COLOURS  # of an image; a key of data=folder
 
     def check(self) -> None:
-        is_range = len(self.range16) in (2, 2 * self.channels)
-        if not is_range or not all(0 <= low < high <= 65_535 for low, high in pairs_of(self.range16, self.channels)):
+        has_pairs = len(self.range16) in (2, 2 * self.channels)
+        pairs = zip(self.range16[::2], self.range16[1::2], strict=False)
+        if not has_pairs or not all(0 <= low < high <= 65_535 for low, high in pairs):
             raise ValueError(
                 f"data.range16={self.range16}: expected the lowest value and a higher one, from 0 to 65535, or these "
                 f"two for each of the {self.channels} channels, one after the other"

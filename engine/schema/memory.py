@@ -64,11 +64,6 @@ class Memory:
         return size
 
 
-def device_memory(tensors: int, device_count: int = 1) -> int:
-    """Bytes of memory that each of `device_count` devices needs for `tensors` bytes of tensors."""
-    return round(tensors / (1 - FRAGMENTATION)) + _reserved(device_count)
-
-
 def deductions(device_count: int) -> str:
     """What is subtracted from a device's memory, as text."""
     nccl = f"{NCCL} for NCCL, " if device_count > 1 else ""

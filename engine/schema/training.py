@@ -144,23 +144,7 @@ class TrainingRun(Plugins):
             raise ValueError(
                 f"trainer.compile=true with norm={self.norm.name}: {self.norm.not_compiled}; use norm=inplace"
             )
-        if trainer.compile and trainer.recompute in ("activations", "budget"):
-            raise ValueError(
-                f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
-                f"activations to keep; leave one out, or give trainer.recompute=blocks or sqrt, which it follows"
-            )
-        if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
-            raise ValueError(
-                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks, sqrt and budget are for "
-                f"bodies that are not reversible; give trainer.recompute=none or activations"
-            )
-        if trainer.recompute == "budget" and self.memory.budget is None and self.memory.activations is None:
-            raise ValueError(
-                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
-                "memory.activations=…, the part of it that is left for activations"
-            )
-        if trainer.recompute != "budget" and self.memory.activations is not None:
-            raise ValueError(f"memory.activations={self.memory.activations} needs trainer.recompute=budget")
+        self._check_recomputation()
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
         self._fill_in_defaults()
@@ -189,6 +173,27 @@ class TrainingRun(Plugins):
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
                 f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
             )
+
+    def _check_recomputation(self) -> None:
+        """ValueError: trainer.recompute does not fit the body, the compiler or the keys of memory."""
+        trainer = self.trainer
+        if trainer.compile and trainer.recompute in ("activations", "budget"):
+            raise ValueError(
+                f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
+                f"activations to keep; leave one out, or give trainer.recompute=blocks or sqrt, which it follows"
+            )
+        if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
+            raise ValueError(
+                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks, sqrt and budget are for "
+                f"bodies that are not reversible; give trainer.recompute=none or activations"
+            )
+        if trainer.recompute == "budget" and self.memory.budget is None and self.memory.activations is None:
+            raise ValueError(
+                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
+                "memory.activations=…, the part of it that is left for activations"
+            )
+        if trainer.recompute != "budget" and self.memory.activations is not None:
+            raise ValueError(f"memory.activations={self.memory.activations} needs trainer.recompute=budget")
 
     def _was_trained_with_relu(self) -> bool:
         """Whether the initial weights are of a network with ReLU."""
@@ -251,20 +256,27 @@ class TrainingRun(Plugins):
                 f"{image_count} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they "
                 f"are drawn more than once per epoch"
             )
-        decay = self.trainer.ema_decay
-        share = 0.0 if decay is None or self.trainer.smoke else decay ** (step_count - 1)
-        if share > 0.1:
-            advice = f"give at most {1 - 10 / step_count:.4g}" if step_count > 10 else "leave it out"
-            yield (
-                f"trainer.ema_decay={decay} over {step_count:,} steps: {share:.0%} of the average, which is evaluated, "
-                f"are weights of the first step; {advice}"
-            )
+        average_doubt = self._doubt_of_average(step_count)
+        if average_doubt:
+            yield average_doubt
         if process_count > 1 and not self.norm.sync:
             crops = data.crops_per_minibatch // process_count // self.trainer.accumulation_steps
             yield (
                 f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: "
                 f"{self.norm.to_share} shares them"
             )
+
+    def _doubt_of_average(self, step_count: int) -> str | None:
+        """A warning if EMA weights after so many steps are mostly those of the first step; None if they are not."""
+        decay = self.trainer.ema_decay
+        share = 0.0 if decay is None or self.trainer.smoke else decay ** (step_count - 1)
+        if share <= 0.1:
+            return None
+        advice = f"give at most {1 - 10 / step_count:.4g}" if step_count > 10 else "leave it out"
+        return (
+            f"trainer.ema_decay={decay} over {step_count:,} steps: {share:.0%} of the average, which is evaluated, "
+            f"are weights of the first step; {advice}"
+        )
 
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""
