@@ -25,7 +25,7 @@ from rich.console import Console
 from engine.process import distributed, plugins
 from engine.process.console import log_to, make_console
 from engine.process.jobs import has_ended, run_jobs
-from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, declared_in, leaves, named_after, override
+from engine.schema.keys import CHOICES, CONFIGS, Keys, deciding, leaves, named_after, override
 
 Check = Callable[..., Keys]  # of the words of a job
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that a sweep sets for each job
@@ -86,7 +86,7 @@ class Jobs:
     @property
     def has_run_dir(self) -> bool:
         """Whether each job writes a run directory of its own."""
-        return "run_dir" in declared_in(self.schema)
+        return "run_dir" in self.schema.__dataclass_fields__
 
     def differing(self, words: Sequence[str]) -> list[str]:
         """The overrides that differ between jobs."""
