@@ -1,9 +1,8 @@
-"""Hold what autograd saves outside of the device's memory: in host memory, or on CPUs in a file without a name."""
+"""Hold what autograd saves outside of the device's memory: in host memory, or on CPUs in files without names."""
 
 import mmap
 import os
 import tempfile
-import weakref
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from ...torch_internals import FakeTensor, Hooks, warn
 
 SMALL = 2**12  # bytes: smaller tensors stay where they are
 _ALIGNED = 64  # bytes, as PyTorch's CPU allocator: kernels may round otherwise at other offsets
-_SEGMENTS = 2**20, 2**26  # bytes of the first segment of a file, and of the largest
+_FILE_SIZES = 2**20, 2**28  # bytes of the first file, and at most of later ones, unless a tensor is larger
 _SHARE = 0.5  # of the free host memory
 _MEMORY = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
@@ -41,8 +40,8 @@ class Elsewhere:
     """Copies of the tensors that autograd saves in one step. Each is freed with the last reference to it.
 
     Tensors of a device are copied to host memory, at most half of what is free there, and the host waits for each copy.
-    Those of the CPU go to a file without a name in `$TMPDIR`, whose pages the system writes to the disk when it needs
-    the memory. If there can be no such file, they are in host memory too, and one warning says so.
+    Those of the CPU go to files without names in `$TMPDIR`, whose pages the system writes to the disk when it needs the
+    memory. If there can be no such file, they are in host memory too, and one warning says so.
 
     `beyond`: bytes of tensors that stay where they are.
     """
@@ -51,9 +50,8 @@ class Elsewhere:
         self.room = beyond  # bytes of tensors that stay where they are, before others do not
         self.bytes = 0  # in host memory
         self.is_full = False  # a tensor has stayed where it was, because host memory had too little room
-        self._file: int | None = None  # its descriptor, from the first tensor on
-        self._end = 0  # bytes of the file
-        self._segment = memoryview(b"")
+        self._file_bytes = 0  # of all files
+        self._newest_file = memoryview(b"")
         self._free = 0  # the offset of its first free byte
 
     @property
@@ -84,12 +82,43 @@ class Elsewhere:
         span = 1 + sum(steps) if all(tensor.shape) else 0
         with torch.no_grad():
             entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
-            if tensor.is_cpu:
-                place = self._reserve(entries.nbytes, tensor.data_ptr() % _ALIGNED)
-                if place is None:
-                    return None
-                return torch.frombuffer(place, dtype=torch.uint8).view(entries.dtype).copy_(entries)
-            return entries.cpu() if self._take_room(entries.nbytes) else None
+            if not tensor.is_cpu:
+                return entries.cpu() if self._take_room(entries.nbytes) else None
+            memory = self._cpu_memory(entries.nbytes, tensor.data_ptr() % _ALIGNED)
+            if memory is None:
+                return None
+            return torch.frombuffer(memory, dtype=torch.uint8).view(entries.dtype).copy_(entries)
+
+    def _cpu_memory(self, size: int, remainder: int) -> memoryview | None:
+        """So many bytes, at an address with this remainder modulo `_ALIGNED`: of a file, or if there can be none, of
+        host memory. None if that has no room.
+        """
+        begin = -(-(self._free - remainder) // _ALIGNED) * _ALIGNED + remainder
+        try:
+            if begin + size > len(self._newest_file):
+                self._newest_file = memoryview(self._new_file(remainder + size))
+                begin = remainder
+        except OSError as error:
+            _say_that_there_is_no_file(error.strerror)
+            return memoryview(mmap.mmap(-1, remainder + size))[remainder:] if self._take_room(size) else None
+        self._free = begin + size
+        return self._newest_file[begin : self._free]
+
+    def _new_file(self, size: int) -> mmap.mmap:
+        """At least so many bytes of a new file without a name. OSError: the disk is full, for example.
+
+        Files double what there is, because each takes a descriptor.
+        """
+        first_size, most = _FILE_SIZES
+        size = max(size, first_size, min(self._file_bytes, most))
+        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would end the process at a write
+            self._file_bytes += size
+            return mmap.mmap(file.fileno(), size)
+
+    def close(self) -> None:
+        """No more tensors come."""
+        self._newest_file = memoryview(b"")
 
     def _take_room(self, size: int) -> bool:
         """Take so many bytes of host memory; False if that would be more than half of what is free."""
@@ -99,59 +128,10 @@ class Elsewhere:
         self.bytes += size
         return True
 
-    def close(self) -> None:
-        """No more tensors come."""
-        if self._file is not None:
-            self._close_file()
-        self._file = None
-        self._segment = memoryview(b"")
-
-    def _reserve(self, size: int, offset: int) -> memoryview | None:
-        """So many bytes of the file, which begin at an address with this remainder; None if there is no room."""
-        begin = -(-(self._free - offset) // _ALIGNED) * _ALIGNED + offset
-        if begin + size > len(self._segment):
-            segment = self._new_segment(size + offset)
-            if segment is None:
-                return None
-            self._segment = segment
-            begin = offset
-        self._free = begin + size
-        return self._segment[begin : begin + size]
-
-    def _new_segment(self, size: int) -> memoryview | None:
-        """At least so many new bytes, of the file if there can be one; None if host memory has no room either.
-
-        Segments grow with the file.
-        """
-        smallest, largest = _SEGMENTS
-        size = max(size, smallest, min(self._end, largest))
-        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        try:
-            return memoryview(self._lengthen_file(size))
-        except OSError as error:
-            _say_that_there_is_no_file(error.strerror)
-        return memoryview(mmap.mmap(-1, size)) if self._take_room(size) else None
-
-    def _lengthen_file(self, size: int) -> mmap.mmap:
-        """Lengthen the file by so many bytes, and map these into memory. OSError: the disk is full, for example."""
-        if self._file is None:
-            self._file = _open_file()
-            self._close_file = weakref.finalize(self, os.close, self._file)  # segments in use stay
-        os.posix_fallocate(self._file, self._end, size)  # else a full disk would end the process at a write
-        segment = mmap.mmap(self._file, size, offset=self._end)
-        self._end += size
-        return segment
-
 
 def is_elsewhere(hooks: Hooks | None) -> bool:
     """Whether an `Elsewhere` has set these saved-tensor hooks. Others are the program's."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Elsewhere)
-
-
-def _open_file() -> int:
-    """The descriptor of a new file without a name in `$TMPDIR`."""
-    with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or None) as file:
-        return os.dup(file.fileno())
 
 
 def _unpack(packed: Tensor | Held) -> Tensor:

@@ -461,7 +461,7 @@ def test_without_a_file_watched_steps_hold_tensors_in_memory_and_say_so_once(rea
 
 def test_where_host_memory_is_full_a_watch_ends_and_an_example_is_planned_by_a_dry_step(tmp_path, monkeypatch):
     is_read_only(tmp_path, monkeypatch)
-    monkeypatch.setattr(elsewhere, "free_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(elsewhere, "free_host_bytes", lambda: 2**17)
     plain, within = pair(Layers(4), budget=0.8)
     with pytest.warns(UserWarning) as warned:
         for _ in range(3):
