@@ -26,7 +26,7 @@ class Plan:
     flags: bytes  # of each call
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the baseline, which recomputes nothing
-    remarks: Sequence[tuple[str, str]] = field(default=(), compare=False)  # subjects and texts of warnings about it
+    remarks: Sequence[str] = field(default=(), compare=False)  # texts of warnings about it
 
     @property
     def bytes(self) -> int:

@@ -47,7 +47,7 @@ Rule 15. At its end a pass is compared with the first one of its advice: the nod
     During a pass within a budget, bytes of results are compared with the plan's, call by call: once they are larger,
     what the rest of the pass saves is held elsewhere (`hold_elsewhere`).
     Without a budget, passes 3, 6, 11, 20, 37, … are recorded anew whatever happened, and others with much larger
-    inputs, or after one with new functions or a longer graph (see `Signature.must_be_recorded`).
+    inputs, or after one with new functions or a longer graph (see `Signature.must_teach`).
 
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;

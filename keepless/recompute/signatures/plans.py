@@ -31,24 +31,9 @@ _NEAR = 1.02  # search again without the outputs if the lowest peak is then at m
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
 _SHARE_OF_TIME = 0.02  # plans that are only faster are made while planning has taken at most this share of the time
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
+_PLANNING = "planning the step within its budget: this may take a few seconds"
 _NEXT = "the next one is planned anew"
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def _pauses_are_explained() -> Iterator[None]:
-    """Context of planning. If it takes over two seconds, a logged warning says why the training waits."""
-    start = time.perf_counter()
-    timer = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        seconds = time.perf_counter() - start
-        if seconds > _PAUSE:
-            _log.warning("planned in %.1f s", seconds)
 
 
 class Plans(NamedTuple):
@@ -61,63 +46,74 @@ class Plans(NamedTuple):
 class Planner:
     """Makes the plans of a prepared network, and says what users should know about them."""
 
-    clock = staticmethod(time.perf_counter)
-
-    def __init__(self, budget: float | int, strict: bool = False):
-        self.budget = budget
+    def __init__(self, budget: float | int | None, strict: bool = False):
+        self.budget = budget  # None: there is nothing to plan
         self.strict = strict
-        self.start = self.clock()  # of the training, in seconds
+        self.start = time.perf_counter()  # of the training
         self.seconds = 0.0  # spent on planning
-        self._subjects: set[str] = set()  # of the warnings so far
+        self._subjects: set[str] = set()  # of the warnings so far: see `warn_once`
 
-    @_pauses_are_explained()
     def plans_of_watch(self, module: nn.Module, watch: Watch) -> Plans | None:
         """The plans of passes like one whose step was watched; None if there can be none."""
-        start = self.clock()
         try:
-            return self.plans_of(module, watch.step(module))
+            with self._counted_pause():
+                return self.plans_of(module, watch.step(module))
         except Exception as error:  # what operators do on tensors of ones, for instance
             self.warn_of_failure(error)
             return None
+
+    @contextmanager
+    def _counted_pause(self) -> Iterator[None]:
+        """Context of planning, whose time counts. After two seconds, a logged warning says why the training waits."""
+        start = time.perf_counter()
+        timer = threading.Timer(_PAUSE, _log.warning, [_PLANNING])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
         finally:
-            self.seconds += self.clock() - start
+            timer.cancel()
+            seconds = time.perf_counter() - start
+            self.seconds += seconds
+            if seconds > _PAUSE:
+                _log.warning("planned in %.1f s", seconds)
 
     def is_cheap(self) -> bool:
         """Whether planning has taken little of the training so far."""
-        return self.seconds <= _SHARE_OF_TIME * (self.clock() - self.start)
+        return self.seconds <= _SHARE_OF_TIME * (time.perf_counter() - self.start)
 
     def warn_of_failure(self, error: Exception) -> None:
-        text = "no plan can be made, so what a step saves beyond its budget is held elsewhere"
         if isinstance(self.budget, float):
-            text = "no plan can be made, so steps recompute what is cheap, and may exceed the budget"
-        self.warn_of_excess("fails", f"{text}: {text_of(error)}")
+            effect = "steps recompute what is cheap, and may exceed the budget"
+        else:
+            effect = "what a step saves beyond its budget is held elsewhere"
+        self.warn_of_excess(f"no plan can be made, so {effect}: {text_of(error)}", "a failure")
 
     def warn_of_growth(self, plan: Plan, recording: Recording) -> None:
         """Warn about a pass that has made more than the planned one, unless it was within the budget all the same."""
         if recording.elsewhere is None:
             text = "a step with more results for its backward pass than planned may have exceeded its budget"
-            self.warn_of_excess("longer", f"{text}: {_NEXT}")
+            self.warn_of_excess(f"{text}: {_NEXT}")
             return
         if not isinstance(self.budget, int):
             return
         peak = plan.peak + recording.excess_bytes
         if peak > MORE * self.budget:
             text = f"a step may have taken up to {size_text(peak)}, more than its budget of {size_text(self.budget)}"
-            text = f"{text}, because its results were larger than planned: {_NEXT}"
-            self.warn_of_excess(f"up to {size_text(peak)}", text)
+            self.warn_of_excess(f"{text}, because its results were larger than planned: {_NEXT}")
         else:
-            self.warn_once("grew", f"a step with larger results than planned has held what it saved elsewhere: {_NEXT}")
+            self.warn_once(f"a step with larger results than planned has held what it saved elsewhere: {_NEXT}")
 
-    def warn_of_excess(self, subject: str, message: str) -> None:
+    def warn_of_excess(self, message: str, subject: str = "") -> None:
         """Warn once about a budget that a step may exceed. RuntimeError instead, if the user wants no such step."""
         if self.strict:
             raise RuntimeError(f"{message} (strict=True)")
-        self.warn_once(subject, message)
+        self.warn_once(message, subject)
 
-    def warn_once(self, subject: str, message: str) -> None:
-        """Warn once about each subject."""
-        if subject not in self._subjects:
-            self._subjects.add(subject)
+    def warn_once(self, message: str, subject: str = "") -> None:
+        """Warn once about each subject, or with each message that has none."""
+        if (subject or message) not in self._subjects:
+            self._subjects.add(subject or message)
             warn(message)
 
     def plans_of(self, module: nn.Module, step: Step) -> Plans:
@@ -126,6 +122,7 @@ class Planner:
         Where gradients come during the pass, activations may use their room until then. A budget in bytes is beside
         gradients; a share is of all that the baseline takes, with the gradients that come.
         """
+        assert self.budget is not None
         step = step._replace(coming=()) if is_sharded(module) else step
         plan, choice = _plan_within(step, _limit(self.budget, step))
         coming_plan = plan
@@ -170,7 +167,7 @@ def _plan_within(step: Step, limit: int, beside: int = 0, first_choice: Choice |
             f"recomputed; most is kept at {Simulation(step).peak_of(kept)}: train it without a budget, on a "
             f"smaller batch or shorter inputs"
         )
-        return Plan(step.calls, bytes(len(step.calls)), remarks=[(text, text)]), Choice(plain, 0.0, kept)
+        return Plan(step.calls, bytes(len(step.calls)), remarks=[text]), Choice(plain, 0.0, kept)
     chosen_step, choice = _step_and_choice(step, limit, first_choice)
     plan = choice.plan(chosen_step)
     remarks = _remarks(step, chosen_step, choice, limit - beside, beside)
@@ -178,31 +175,29 @@ def _plan_within(step: Step, limit: int, beside: int = 0, first_choice: Choice |
     return replace(plan, peak=peak, remarks=remarks), choice
 
 
-def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside: int) -> list[tuple[str, str]]:
-    """The subjects and texts of warnings about a choice of `chosen_step`. `beside`: see `_plan_within`."""
-    remarks: list[tuple[str, str]] = []
+def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside: int) -> list[str]:
+    """The texts of warnings about a choice of `chosen_step`. `beside`: see `_plan_within`."""
+    remarks: list[str] = []
     least = choice.peak - beside
     peak_with_outputs = simulate(step, choice.kept).peak - beside
     if least <= budget + _BLOCK < peak_with_outputs and chosen_step is not step:
-        text = (
+        remarks.append(
             f"this step is within {size_text(budget)} only if the program drops the network's outputs before the "
             f"backward pass: while it has a name for them, the peak is {size_text(peak_with_outputs)}"
         )
-        remarks.append((text, text))
     if least > budget + _BLOCK:
         sizes = size_text(budget), size_text(least)
         if sizes[0] == sizes[1]:
             sizes = f"{budget:,} bytes", f"{least:,} bytes"
-        place = Simulation(step).peak_of(choice.kept)
-        peak = f"the lowest peak is {sizes[1]}, which is used; it is at {place}"
-        text = f"no plan keeps this step within {sizes[0]}: {peak}"
-        remarks.append((text, text))
+        remarks.append(
+            f"no plan keeps this step within {sizes[0]}: the lowest peak is {sizes[1]}, which is used; it is at "
+            f"{Simulation(step).peak_of(choice.kept)}"
+        )
     if chosen_step.unseen:
-        text = (
+        remarks.append(
             f"a part of the network's forward pass is not planned, because it runs under {chosen_step.unseen}: remove "
             f"that, or give a smaller budget, because a step may exceed this one"
         )
-        remarks.append((chosen_step.unseen, text))
     return remarks
 
 
@@ -348,17 +343,15 @@ def _rows_of_met_limits(
     rows = []
     for limit in limits:
         choice = _fastest_choice(choices, limit)
-        if choice is not None and limit > gradients:
-            rows.append(_budget_row(limit - gradients, step, choice, simulation))
+        if choice is None or limit <= gradients:
+            continue
+        outcome = simulation.run(choice.kept)
+        values = zip(step.values, choice.kept, outcome.consumers, strict=True)
+        recomputed = sum(value.operations for value, is_kept, consumers in values if consumers and not is_kept)
+        kept_bytes = outcome.levels[simulation.forward]
+        operations = recomputed / max(step.operations, 1)
+        rows.append(BudgetRow(limit - gradients, choice.peak, kept_bytes, operations, choice.seconds / step.seconds))
     return rows
-
-
-def _budget_row(budget: int, step: Step, choice: Choice, simulation: Simulation) -> BudgetRow:
-    outcome = simulation.run(choice.kept)
-    values = zip(step.values, choice.kept, outcome.consumers, strict=True)
-    recomputed = sum(value.operations for value, is_kept, consumers in values if consumers and not is_kept)
-    kept = outcome.levels[simulation.forward]
-    return BudgetRow(budget, choice.peak, kept, recomputed / max(step.operations, 1), choice.seconds / step.seconds)
 
 
 def _detached(leaf: Any) -> Any:
@@ -387,14 +380,13 @@ def step_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     A copy runs instead of the network if FSDP has sharded it, or if what the step saves has no room elsewhere.
     """
-    if is_sharded(module):
-        return rehearsed_step(module, args, kwargs)
-    watch = _watch_of_example(module, args, kwargs)
-    if watch.elsewhere.is_full:
-        return rehearsed_step(module, args, kwargs)
-    if watch.error is not None:
-        raise watch.error
-    return watch.step(module)
+    if not is_sharded(module):
+        watch = _watch_of_example(module, args, kwargs)
+        if watch.error is None:
+            return watch.step(module)
+        if not watch.elsewhere.is_full:
+            raise watch.error
+    return rehearsed_step(module, args, kwargs)
 
 
 def _watch_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch:

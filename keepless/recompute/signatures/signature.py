@@ -1,7 +1,7 @@
 """A signature of a network's inputs: what passes with such inputs have taught, and the plan that they follow."""
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
+from dataclasses import replace
 from typing import Any
 
 from ..passes.advice import Advice
@@ -11,110 +11,117 @@ from ..step.watch import Watch
 from .gradients import Backward
 from .plans import Plans
 
+_NEAR = 1.5  # the plan of a size with at most so many times an input's bytes is good enough for the input
 _TRIES = 4  # steps that are watched to meet one as large as one that was larger than planned
-
-Size = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
-
-
-class Origin(Enum):
-    """Which size the plan of a signature was made for."""
-
-    NONE = auto()  # there is no plan: none has been made yet, or, if no step is due to be watched, none can be
-    OWN = auto()  # this one
-    NEAR = auto()  # a little larger one
-    FAR = auto()  # another one, so there may be a much faster plan
-
-
-class Lesson(Enum):
-    """What is known about the calls of a signature's passes."""
-
-    NEW = auto()  # nothing: the next pass teaches advice
-    LENT = auto()  # another size has lent advice: the next pass is recorded beside it
-    LEARNED = auto()  # passes follow the advice
-    NONE = auto()  # there can be no advice: the rules decide about each pass
 
 
 class Signature:
     """Inputs whose passes share advice, and with a budget, where they have one size, the same plan.
 
-    What the next pass does (`Signatures.recording`):
+    What the next pass does within a budget (`Signatures.recording`):
 
-    | is_due | origin | lesson | without a budget | within a budget |
-    |---|---|---|---|---|
-    | yes | NONE | any | teaches advice | is watched, and the pass after its step gets a plan |
-    | yes | other | any | | is watched; while it awaits its backward pass, others follow the plan without advice |
-    | no | NONE | any | as its lesson says | holds elsewhere what it saves beyond the budget |
-    | no | other | NEW | | follows the plan, and teaches advice |
-    | no | other | LENT, NONE | | follows the plan, as the rules repeat its calls |
-    | no | other | LEARNED | | follows the plan by the advice |
+    | is_due | plan | |
+    |---|---|---|
+    | yes | none | is watched, and the pass after its step gets a plan |
+    | yes | one | is watched; while it awaits its backward pass, others follow the plan without advice |
+    | no | none | holds elsewhere what it saves beyond the budget: there can be no plan |
+    | no | one | follows the plan |
 
-    Without a budget, some passes teach advice anew whatever happened: see `must_be_recorded`.
+    What decides about a pass without a budget, and about one that follows a plan:
+
+    | teaches | advice | |
+    |---|---|---|
+    | yes | none | the rules, and the pass teaches advice |
+    | no | some | the advice |
+    | no | none | the rules: there can be no advice |
     """
 
-    def __init__(self, kind: tuple[Any, ...], size: Size, base: "Signature | None" = None) -> None:
-        self.kind = kind  # what does not depend on the size
-        self.size = size
-        self.input_bytes = sum(size[1])
+    def __init__(
+        self,
+        kind: tuple[Any, ...],
+        shapes: tuple[Any, ...] = (),
+        input_bytes: int = 0,
+        is_due: bool = False,
+        base: "Signature | None" = None,
+    ) -> None:
+        self.kind = kind  # first the inputs' numbers of dimensions (None: there is no advice), last their devices
+        self.shapes = shapes
+        self.input_bytes = input_bytes
+        self.is_due = is_due  # within a budget: a step is to be watched
         self.base = base or self  # the one of all passes with these inputs
         self.coming: Signature | None = None  # of passes before which no parameter has a gradient: see `Plans`
-        self.is_due = True  # a step is to be watched, or without a budget a pass to teach advice
         self.watch: Watch | None = None  # the last step that was watched, until it is planned
         self.backward: Backward | None = None  # of the last pass, if no backward pass has followed the watched one
         self.plan: Plan | None = None
-        self.origin = Origin.NONE
+        self.lender: Signature | None = None  # of another size, which the plan was made for
         self.advice: Advice | None = None
-        self.lesson = Lesson.NEW
+        self.teaches = True  # the next pass is to teach advice
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
         self.pass_count = 0
-        self.attempt_count = 0  # plans so far, or without a budget advice
+        self.attempt_count = 0  # plans so far
         self.exceeded_bytes = 0  # bytes of the results of a plan that were too few for a pass, until there are more
         self.try_count = 0  # steps that were watched since
         self.stray_count = 0  # passes that have left the plan, before one that has followed it
         self.slack = 0  # bytes of results that a pass may make too early, as experts with more tokens than others do
-        # Without a budget, of passes that were recorded by the rules, or should have been
-        self.most_bytes = 0  # of inputs of a recorded pass
-        self.most_nodes = 0  # of a pass that had a longer graph than recorded ones
-        self.functions = frozenset[Any]()  # of calls that recorded passes lack
+        # Without a budget, of passes that have taught advice, or should have
+        self.most_bytes = 0  # of inputs of such a pass
+        self.most_nodes = 0  # of a pass that had a longer graph than such ones
+        self.functions = frozenset[Any]()  # of calls that such passes lack
         self.is_unlike = False  # the last pass had more nodes, or a new function
 
-    def must_be_recorded(self, pass_bytes: int) -> bool:
-        """Whether the next pass, with inputs of so many bytes, is recorded by the rules: no unusual pass decides long.
+    @property
+    def has_own_plan(self) -> bool:
+        """Whether it has a plan that was made for this size."""
+        return self.plan is not None and self.lender is None
 
-        Passes k + 2**k are (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so
-        are those with over twice the inputs of recorded ones, or after a pass with calls that these lack: of another
+    def is_near(self, lender: "Signature") -> bool:
+        """Whether another size is equal or a little larger, so that no plan of its own would be much faster."""
+        return self.input_bytes <= lender.input_bytes <= _NEAR * self.input_bytes
+
+    def may_borrow(self) -> bool:
+        """Whether it is new, or follows the plan of a far size, in place of which it may have a plan of its own."""
+        if self.lender is None:
+            return self.is_due and self.plan is None
+        return not (self.is_due or self.is_near(self.lender))
+
+    def renew_advice(self, pass_bytes: int) -> None:
+        """Without a budget: let the next pass, with inputs of so many bytes, teach advice if it must."""
+        if self.must_teach(pass_bytes):
+            self.most_bytes = max(self.most_bytes, pass_bytes)
+            self.is_unlike = False
+            self.forget_advice()
+
+    def must_teach(self, pass_bytes: int) -> bool:
+        """Whether the next pass, with inputs of so many bytes, teaches advice: no unusual pass decides long.
+
+        Passes k + 2**k do (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so do
+        those with over twice the inputs of earlier such passes, or after a pass with calls that these lack: of another
         function, or for a longer graph than any pass before.
         """
         number = self.pass_count + 1
         k = number.bit_length() - 1
         return self.is_unlike or number == k + 2**k or pass_bytes > 2 * self.most_bytes
 
-    def record(self, pass_bytes: int) -> None:
-        """Let the next pass, with inputs of so many bytes, be recorded by the rules."""
-        self.most_bytes = max(self.most_bytes, pass_bytes)
-        self.is_unlike = False
-        self.forget_advice()
-
-    def note_functions(self, functions: Iterable[Any]) -> None:
-        """Note that a pass had calls of these functions that recorded ones lack."""
+    def note_calls(self, functions: Iterable[Any]) -> None:
+        """Note the functions of calls that the advice lacks."""
         new_functions = frozenset(functions) - self.functions
         self.functions |= new_functions
         self.is_unlike = self.is_unlike or bool(new_functions)
 
     def note_nodes(self, node_count: int) -> None:
-        """Note that a pass had a longer graph than recorded ones."""
+        """Note the nodes of a pass whose graph was longer than the advice says."""
         self.is_unlike = node_count > self.most_nodes
         self.most_nodes = max(self.most_nodes, node_count)
 
     def forget_advice(self) -> None:
         self.advice = None
-        self.lesson = Lesson.NEW
+        self.teaches = True
 
-    def follow(self, plan: Plan | None, origin: Origin = Origin.OWN, advice: Advice | None = None) -> None:
-        """Let the next pass follow a plan, and teach advice unless another size has lent some."""
+    def _follow(self, plan: Plan | None) -> None:
+        """Let the next pass follow a plan, and teach advice."""
         self.plan = plan
-        self.origin = Origin.NONE if plan is None else origin
-        self.advice = advice
-        self.lesson = Lesson.NEW if advice is None else Lesson.LENT
+        self.lender = None
+        self.forget_advice()
         self.is_due = False
         self.attempt_count += 1
         self.stray_count = 0
@@ -122,7 +129,7 @@ class Signature:
     def follow_own(self, plans: Plans | None) -> None:
         """Let passes follow plans that were made for this size; None: there can be none."""
         plan, coming_plan = (None, None) if plans is None else plans
-        self.follow(plan)
+        self._follow(plan)
         self.set_coming(None if coming_plan is plan else coming_plan)
         is_smaller = plan is not None and plan.bytes < MORE * self.exceeded_bytes
         self.is_due = is_smaller and self.try_count < _TRIES
@@ -130,18 +137,25 @@ class Signature:
         if not self.is_due:
             self.exceeded_bytes = 0
 
-    def borrow(self, lender: "Signature", origin: Origin) -> None:
-        """Follow the plan and the advice of another size."""
-        self.follow(lender.plan, origin, lender.advice)
-        if lender.coming is not None:
-            self.set_coming(lender.coming.plan, lender.coming.advice)
+    def borrow(self, lender: "Signature") -> None:
+        """Follow the plan of another size."""
+        self._follow(lender.plan)
+        self.lender = lender
+        self.set_coming(None if lender.coming is None else lender.coming.plan)
 
-    def set_coming(self, plan: Plan | None, advice: Advice | None = None) -> None:
+    def exchange_plans(self, plan: Plan, coming_plan: Plan) -> None:
+        """Follow other plans of the same calls, which these plans lack."""
+        calls = () if self.plan is None else self.plan.calls
+        self.plan = replace(plan, calls=calls)
+        self.forget_advice()
+        self.set_coming(None if coming_plan == plan else replace(coming_plan, calls=calls))
+
+    def set_coming(self, plan: Plan | None) -> None:
         """Give passes before which no parameter has a gradient a plan of their own; None: they have none."""
         self.coming = None
         if plan is not None:
-            self.coming = Signature(self.kind, self.size, base=self)
-            self.coming.follow(plan, self.origin, advice)
+            self.coming = Signature(self.kind, base=self)
+            self.coming._follow(plan)
             self.coming.attempt_count = self.attempt_count
 
     def awaits_backward(self) -> bool:

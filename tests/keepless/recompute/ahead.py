@@ -15,7 +15,6 @@ from keepless import recompute_activations
 from keepless.inputs import tensors_in
 from keepless.recompute.passes.plan import ByPlan, Plan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.signatures.signature import Origin
 from keepless.recompute.signatures.signatures import Signatures
 from keepless.recompute.step.costs import peak_bytes
 
@@ -90,11 +89,7 @@ def plans_of(network: nn.Module) -> Signatures:
 
 def plans(network: nn.Module) -> list[int]:
     """One number per size that borrows no plan: 1 if it has a plan, else 0."""
-    return [
-        int(signature.plan is not None)
-        for signature in plans_of(network).recent
-        if signature.origin in (Origin.OWN, Origin.NONE)
-    ]
+    return [int(signature.plan is not None) for signature in plans_of(network).recent if signature.lender is None]
 
 
 def attempts(network: nn.Module) -> list[int]:
@@ -106,7 +101,7 @@ def plan_next_step(network: nn.Module, x: Tensor) -> None:
     """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
     signatures = plans_of(network)
     signature = signatures._signature_of(network, [x], (x,), {})
-    signatures._renew_plan(signatures._planner, network, signature)
+    signatures._renew_plan(network, signature)
     if signature.is_due:
         signatures.add_plans(network, (x,), {}, signatures.plans_of_example(network, (x,), {}))
 

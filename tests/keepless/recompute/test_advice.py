@@ -250,7 +250,7 @@ class Chosen(nn.Module):
 @pytest.fixture
 def recorded_once(monkeypatch) -> None:
     """No pass but the first is recorded by the rules."""
-    monkeypatch.setattr(signature.Signature, "must_be_recorded", lambda signature, bytes: False)
+    monkeypatch.setattr(signature.Signature, "must_teach", lambda signature, bytes: False)
 
 
 @pytest.mark.usefixtures("recorded_once")
