@@ -129,8 +129,8 @@ def body(function: FunctionType) -> FunctionType:
     Only for arguments without their own `__torch_function__`.
     """
     module_globals = function.__globals__  # it may change, and is large
-    names = ["__builtins__", *(module_globals.keys() & _names_in_pytorch(function.__code__))]
-    opened_globals = dict(zip(names, map(module_globals.__getitem__, names), strict=True)) | _UNCHECKED
+    names = ["__builtins__", *(module_globals.keys() & _names_in(function.__code__))]
+    opened_globals = {name: module_globals[name] for name in names} | _UNCHECKED
     opened = FunctionType(
         function.__code__, opened_globals, function.__name__, function.__defaults__, function.__closure__
     )
@@ -138,13 +138,11 @@ def body(function: FunctionType) -> FunctionType:
     return opened
 
 
-def names_in(code: CodeType) -> frozenset[str]:
+@cache  # of PyTorch's code alone: a program's would stay alive with it
+def _names_in(code: CodeType) -> frozenset[str]:
     """The names that a function and those inside it may look up."""
     inner_codes = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*map(names_in, inner_codes))
-
-
-_names_in_pytorch = cache(names_in)  # a program's own code would stay alive with it
+    return frozenset(code.co_names).union(*map(_names_in, inner_codes))
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -202,7 +200,6 @@ def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], *
 
 
 _CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", F)
-_RELUS = [F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_]
 
 # Activations
 _add_each(
@@ -210,13 +207,11 @@ _add_each(
 )
 for _name in "leaky_relu elu selu celu".split():
     _add(_named(f"{_name}_", F), again=rules.activation(getattr(F, _name)))
-_add(_RELUS, again=rules.activation(F.relu), positive=positive_or_nan)
+_add(_named("relu relu_", F, torch, Tensor), again=rules.activation(F.relu), positive=positive_or_nan)
 _add([F.leaky_relu, F.leaky_relu_], positive=positive)
 _add([F.relu6], result_serves=_always)
 _add([F.leaky_relu], result_serves=_keeps_signs)
 _add([F.hardtanh], result_serves=_has_exact_bounds)
-for _name in ("sigmoid", "tanh"):
-    _add(_named(f"{_name} {_name}_", torch, Tensor), again=rules.new_tensor(getattr(torch, _name)))
 _add_each(rules.new_tensor, _named("sigmoid tanh gelu softplus logsigmoid prelu glu", F))
 
 # Arithmetic
@@ -225,7 +220,7 @@ for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div",
     if _name in ("mul", "add"):  # the others swap their arguments
         _methods += f" __r{_operator}__"
     _add([getattr(torch, _name), *_named(_methods, Tensor)], again=rules.new_tensor(getattr(torch, _name)))
-for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill sigmoid tanh".split():
     _functions = _named(f"{_name} {_name}_", torch, Tensor)
     if _name in ("neg", "abs", "pow"):
         _functions += _named(f"__{_name}__", Tensor)
@@ -270,9 +265,7 @@ _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 _add_each(rules.new_tensor, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
 _add_each(rules.new_tensor, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
 _add_each(rules.new_tensor, [F.softmax, F.log_softmax, F.embedding], is_slow=True)
-PRODUCTS = [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear]
-_add_each(rules.product, PRODUCTS, is_slow=True)
-_add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
-_ATTENTION = [F.scaled_dot_product_attention]
-_add(_ATTENTION, again=rules.attention, is_slow=True, inside=True, draws=rules.drops_weights)
+_add_each(rules.product, [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear], is_slow=True)
+_add_each(rules.repeated, [torch.einsum], is_slow=True)  # it may return a permuted view
+_add([F.scaled_dot_product_attention], again=rules.attention, is_slow=True, inside=True, draws=rules.drops_weights)
 _add_each(rules.new_tensor, [F.cross_entropy], is_slow=True, inside=True)

@@ -30,7 +30,7 @@ from ...torch_internals import (
     without_function_modes,
 )
 from ..held.values import Again
-from .writes import INPLACE, may_overwrite
+from .writes import may_overwrite
 
 
 class NotRepeated(Exception):
@@ -144,8 +144,7 @@ def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tenso
     backends = attention_backends()
 
     def computed(*arguments: Any, **options: Any) -> Tensor:
-        are_enabled = attention_backends() == backends
-        if are_enabled:
+        if attention_backends() == backends:
             return attention(*arguments, **options)
         with sdpa_kernel([SDPBackend(backend) for backend in backends], set_priority=True):
             return attention(*arguments, **options)
@@ -164,11 +163,6 @@ def _is_aligned(argument: object) -> bool:
     return not isinstance(argument, Tensor) or bool(argument.storage_offset() * argument.itemsize % 16 == 0)
 
 
-def mask_needs_only_shape(x: Tensor) -> bool:
-    """Whether a dropout's mask depends only on the shape of a tensor, not on its memory layout."""
-    return x.is_cpu and x.is_contiguous()
-
-
 def mask(function: Function) -> Rule:
     """Draw the mask of a dropout again; it does not depend on the values."""
 
@@ -177,18 +171,21 @@ def mask(function: Function) -> Rule:
         named_options = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotRepeated(_RANDOM)
-        return Again(partial(_on_any_values, function, tuple(options), named_options), [any_values(x)], draws=True)
+        like = ShapeOnly(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
+        return Again(partial(_on_any_values, function, tuple(options), named_options), [like], draws=True)
 
     return rule
 
 
-def any_values(x: Tensor) -> ShapeOnly:
-    """The shape for which to draw a mask. If only the shape matters, a single value is expanded to it."""
-    return ShapeOnly(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
+def mask_needs_only_shape(x: Tensor) -> bool:
+    """Whether a dropout's mask depends only on the shape of a tensor, not on its memory layout."""
+    return x.is_cpu and x.is_contiguous()
 
 
-def _on_any_values(function: Function, options: tuple[Any, ...], named_options: dict[str, Any], x: ShapeOnly) -> Tensor:
-    return function(x.get().requires_grad_(), *options, **named_options)
+def _on_any_values(
+    function: Function, options: tuple[Any, ...], named_options: dict[str, Any], like: ShapeOnly
+) -> Tensor:
+    return function(like.get().requires_grad_(), *options, **named_options)
 
 
 def _as_tuple(argument: Sequence[Any]) -> tuple[Any, ...]:
@@ -205,22 +202,20 @@ def _call_by_name(function: Function, unnamed_count: int, names: tuple[str, ...]
 
 def activation(function: Function) -> Rule:
     """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other consumer."""
-    position = INPLACE[function]
-    option_names = inspect.signature(function).parameters.keys()
+    names = tuple(inspect.signature(function).parameters)
     plain = torch.relu if function is F.relu else function
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-        x, *options = args or (kwargs["input"],)
-        if not options and kwargs.keys() <= _INPLACE_ALONE:
-            return Again(plain, [find(x)], True, True)
-        named_options = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-        if any([isinstance(option, Tensor) for option in (*options, *named_options.values())]):  # it may change later
-            raise NotRepeated("an option is a tensor")
-        are_inplace = all([isinstance(option, bool) for option in options[position - 1 :]])
-        if not (are_inplace and named_options.keys() <= option_names):
+        if len(args) < 2 and kwargs.keys() <= _INPLACE_ALONE:
+            return Again(plain, [find(args[0] if args else kwargs["input"])], True, True)
+        options = dict(zip(names, args, strict=False)) | kwargs
+        x = options.pop("input")
+        is_known = len(args) <= len(names) and options.keys() <= set(names)
+        if not is_known or not isinstance(options.pop("inplace", False), bool):
             raise NotRepeated(_UNKNOWN)  # F.elu_ has two more options than F.elu
-        again = partial(function, **named_options) if named_options else plain
-        return Again(again, [find(x), *options[: position - 1]], fresh=True, can_overwrite=True)
+        if any([isinstance(option, Tensor) for option in options.values()]):  # it may change later
+            raise NotRepeated("an option is a tensor")
+        return Again(partial(function, **options), [find(x)], fresh=True, can_overwrite=True)
 
     return rule
 
@@ -307,11 +302,7 @@ def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
 def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
         raise NotRepeated("copied from another device")
-    return Again(itself, [find(args[0])])  # it gets the dtype of the original
-
-
-def itself(tensor: Tensor) -> Tensor:
-    return tensor
+    return Again(Tensor.to, [find(args[0]), result.dtype])
 
 
 def max_pool(dimensions: int) -> Rule:
@@ -344,13 +335,14 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     share = dropped_share(node) if type(node).__name__ == "NativeDropoutBackward0" else None
     if share is not None:
-        scale = _scale(x, share)
+        is_double = x.dtype == torch.float64
+        scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, is_double, share)
         return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
     raise NotRepeated(f"no rule repeats {type(node).__name__}")
 
 
 @cache
-def dropout_scale(device: torch.device, double: bool, share: float) -> float:
+def dropout_scale(device: torch.device, is_double: bool, share: float) -> float:
     """The factor by which a dropout's kernel scales values, measured because kernels may round 1 - p before dividing.
 
     NotRepeated if it cannot be measured: while a CUDA graph is captured, or if all values are dropped.
@@ -359,16 +351,11 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
         raise NotRepeated("a CUDA graph is captured")
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):
-        ones = torch.ones(2**12, dtype=torch.float64 if double else torch.float32, device=device)
+        ones = torch.ones(2**12, dtype=torch.float64 if is_double else torch.float32, device=device)
         scale = torch.native_dropout(ones, share, True)[0].max().item()
     if not scale:
         raise NotRepeated("all values are dropped")
     return scale
-
-
-def _scale(x: Tensor, share: float) -> float:
-    """The factor of a dropout that drops this share of a tensor. NotRepeated if it cannot be measured."""
-    return 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
 
 
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -53,13 +53,10 @@ def may_write(function: Callable[..., Any]) -> int:
     name = getattr(function, "__name__", "")
     if name in _OF_METADATA:
         return NEVER
-    if name.startswith("__"):
-        writes = name in _OPERATORS
-    else:
-        writes = name.endswith("_") or bool(_declared_by(name))
-    if not writes:
-        return NEVER
-    return FIRST if _overwritten_arguments(function) is _FIRST else MAYBE
+    is_dunder = name.startswith("__")
+    if name in _OPERATORS or (not is_dunder and (name.endswith("_") or _declared_by(name))):
+        return FIRST if _overwritten_arguments(function) is _FIRST else MAYBE
+    return NEVER
 
 
 @cache
