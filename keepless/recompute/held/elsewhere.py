@@ -90,8 +90,9 @@ class Elsewhere:
             return torch.frombuffer(memory, dtype=torch.uint8).view(entries.dtype).copy_(entries)
 
     def _cpu_memory(self, size: int, remainder: int) -> memoryview | None:
-        """So many bytes, at an address with this remainder modulo `_ALIGNED`: of a file, or if there can be none, of
-        host memory. None if that has no room.
+        """So many bytes at an address with this remainder modulo `_ALIGNED`; None if there is no room for them.
+
+        They are in a file, or if there can be none, in host memory.
         """
         begin = -(-(self._free - remainder) // _ALIGNED) * _ALIGNED + remainder
         try:

@@ -267,25 +267,26 @@ class Saved:
     def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
         """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
         source = self.value.source
-        is_held = False
-        if type(source) is Kept:
-            is_held = is_elsewhere(source.hooks)
-            if (source.hooks is not None and not is_held) or source.is_modified():
-                return  # hooks of the program have got it, or it is refused
+        if type(source) is Kept and (source.is_modified() or not (source.hooks is None or is_elsewhere(source.hooks))):
+            return  # it is refused, or hooks of the program have got it
         hooks = None if is_elsewhere(hooks) else hooks
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
             is_result = any([pack is self for pack in all_packed_by(tensor.grad_fn)])
-            source = Kept(tensor, hooks, detaches=is_result)
-        elif type(source) is Kept and is_held:
-            source = Kept(source.original(sharing), hooks)
-        elif type(source) is not Kept:  # it is freed, and made from the other one
-            if type(source) is Recipe and source.function is view:
-                *_, shape, stride, offset = source.arguments
-            else:
-                like = self.value.get()
-                shape, stride, offset = like.shape, like.stride(), 0
-            source = Kept(sharing.detach().as_strided(shape, stride, offset), hooks)
-        self.read_instead(Value(source))
+            kept = Kept(tensor, hooks, detaches=is_result)
+        elif type(source) is not Kept:
+            kept = Kept(self._made_from(sharing), hooks)
+        else:
+            kept = source if source.hooks is None else Kept(source.original(sharing), hooks)
+        self.read_instead(Value(kept))
+
+    def _made_from(self, sharing: Tensor) -> Tensor:
+        """The saved tensor, which is freed, made from another one in its memory."""
+        source = self.value.source
+        if type(source) is Recipe and source.function is view:
+            *_, shape, stride, offset = source.arguments
+            return sharing.detach().as_strided(shape, stride, offset)
+        like = self.value.get()
+        return sharing.detach().as_strided(like.shape, like.stride(), 0)
 
     def get(self) -> Tensor:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
