@@ -13,7 +13,7 @@ from ..torch_internals import changing_mode, node_class
 from .backends import backend_for
 from .backends.activations import Activation, activate_
 from .backends.eager import EagerBackend
-from .backends.interface import Affine, BackwardInputs, Running, floored
+from .backends.interface import Affine, Backend, BackwardInputs, Running, floored
 from .synchronisation import check_total, gathered_moments, joint_sums
 
 
@@ -42,7 +42,7 @@ class BatchNormActivation(torch.autograd.Function):
     """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta)."""
 
     @staticmethod
-    def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
+    def forward(
         ctx: Any,
         x: Tensor,  # (N, C, *spatial)
         weight: Tensor | None,  # (C,), as are the other vectors
@@ -53,7 +53,7 @@ class BatchNormActivation(torch.autograd.Function):
         strategy: Strategy,
     ) -> Tensor:
         """Algorithm 1: y, sigma <- BN(x); z <- phi(y); save the tensors of the strategy."""
-        use_batch_statistics, momentum, eps, activation, group = arguments
+        use_batch_statistics = arguments.use_batch_statistics
         backend = backend_for(strategy.backend, x)
         # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
@@ -61,7 +61,7 @@ class BatchNormActivation(torch.autograd.Function):
         values = x if is_packed(x) else x.contiguous()
         overwrite = strategy.overwrite_input and values is x
         # To save x_hat, compute it first: batch normalisation without scale, shift or activation.
-        affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
+        affine = Affine(gamma, beta, arguments.activation, strategy.gamma_floor if use_batch_statistics else 0.0)
         if not backend.floors_gamma:
             affine = affine.with_floored_gamma()
         if strategy.keep == "x_hat":
@@ -69,21 +69,8 @@ class BatchNormActivation(torch.autograd.Function):
         else:
             first = affine
 
-        if not use_batch_statistics:
-            assert running_mean is not None and running_var is not None
-            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, overwrite)
-        elif group is None:
-            running = Running(running_mean, running_var, momentum)
-            z, mean, invstd = backend.forward(values, first, eps, running, overwrite)
-        else:
-            count = values.numel() // values.shape[1]
-            local = backend.moments(values) if count > 1 else _moments_of_one(values, beta.dtype)
-            gathered = gathered_moments(*local, count, group)
-            running = Running(running_mean, running_var, momentum)
-            mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
-            check_total(ctx.count)
-            z = backend.normalise(values, mean, invstd, first, overwrite)
-
+        running = Running(running_mean, running_var, arguments.momentum)
+        z, mean, invstd, ctx.count = _normalised(backend, values, first, running, arguments, overwrite)
         if strategy.recompute_output and dist.is_available() and dist.is_initialized():
             # FSDP frees its gathered parameters after each use, perhaps before z is recomputed from them.
             gamma = gamma.clone()
@@ -138,6 +125,25 @@ class BatchNormActivation(torch.autograd.Function):
             dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
         needs_gradient = ctx.needs_input_grad
         return dx, dgamma if needs_gradient[1] else None, dbeta if needs_gradient[2] else None, None, None, None, None
+
+
+def _normalised(
+    backend: Backend, x: Tensor, affine: Affine, running: Running, arguments: NormArguments, overwrite: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """z, with its mean and invstd (C,); and if ranks share statistics, their values per channel () in all."""
+    eps = arguments.eps
+    group = arguments.group
+    if not arguments.use_batch_statistics:
+        assert running.mean is not None and running.var is not None
+        return *backend.forward_frozen(x, affine, eps, running.mean, running.var, overwrite), None
+    if group is None:
+        return *backend.forward(x, affine, eps, running, overwrite), None
+    count = x.numel() // x.shape[1]
+    dtype = affine.beta.dtype
+    moments = backend.moments(x) if count > 1 else _moments_of_one(x, dtype)
+    mean, invstd, total = backend.joint_statistics(gathered_moments(*moments, count, group), dtype, eps, running)
+    check_total(total)
+    return backend.normalise(x, mean, invstd, affine, overwrite), mean, invstd, total
 
 
 def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

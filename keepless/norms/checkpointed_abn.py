@@ -7,8 +7,6 @@ import torch.distributed as dist
 from .abn import ABN
 from .bn_act import Strategy
 
-STORES = ("x", "x_hat")
-
 
 class CheckpointedABN(ABN):
     """`ABN` that saves x (strategy b) or x_hat (strategy c) for backward, and recomputes z from it.
@@ -43,7 +41,7 @@ class CheckpointedABN(ABN):
     ):
         abn_arguments = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
         super().__init__(*abn_arguments, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
-        if store not in STORES:
+        if store not in ("x", "x_hat"):
             raise ValueError(f"store={store!r}: expected 'x' or 'x_hat'")
         self.store = store
 

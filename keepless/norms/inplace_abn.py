@@ -12,8 +12,6 @@ from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .conversion_report import ConversionReport, log_report
 
-VARIANTS = ("I", "II")
-
 
 class InPlaceABN(ABN):
     """`ABN` that saves only its output z (and O(C) values) for backward.
@@ -61,7 +59,7 @@ class InPlaceABN(ABN):
     ):
         abn_arguments = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
         super().__init__(*abn_arguments, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
-        if variant not in VARIANTS:
+        if variant not in ("I", "II"):
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
         if not (is_number(gamma_floor) and gamma_floor > 0):
             raise ValueError(f"gamma_floor={gamma_floor!r}: expected a number above 0 (gamma is a divisor)")
