@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..saved import Kept, check_version, current_stream, wait_for
+from ..saved import Kept, autocast_as, autocast_of, check_version, current_stream, wait_for
 from ..torch_internals import is_capturing, keeps_graph, without_dispatch_modes
 from .state import State
 
@@ -67,11 +67,7 @@ class Section:
         parts = [part for module in modules for part in module.modules()]
         module_tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         devices = {tensor.device for tensor in (*tensors, *module_tensors)}
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
-        ]
-        self.caches_casts = torch.is_autocast_cache_enabled()
+        self.autocast = {kind: autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}}
         self.cuda_devices = [device for device in devices if device.type == "cuda"]
         if self.cuda_devices and is_capturing():  # the state of its generator cannot be read
             self.cuda_devices = []
@@ -123,8 +119,8 @@ class Section:
         self.state.check_constants()
         has_empty_slots = self._has_empty_slots()
         with ExitStack() as stack:
-            for kind, dtype, enabled in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self.caches_casts))
+            for kind, autocast in self.autocast.items():
+                stack.enter_context(autocast_as(autocast, kind))
             if self.random_states is not None:
                 stack.enter_context(torch.random.fork_rng(self.cuda_devices))
                 torch.set_rng_state(self.random_states[0])
