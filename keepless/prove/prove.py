@@ -111,20 +111,27 @@ def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> St
                     peak = peak_bytes(run_step, device)
                 else:
                     _, seconds = seconds_of(run_step, device)
-                gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-                buffers = dict(network.named_buffers())
-                states = {"state": random_state()}
-                tensors_by_kind = (_tensors_by_number("output", outputs), gradients, buffers, states)
-                results.append({})
-                for kind, tensors in zip(KINDS, tensors_by_kind, strict=True):
-                    results[-1][kind] = _copies(tensors, results[number - 1].get(kind, {}))
+                results.append(_results(network, leaves, outputs, results[-1] if results else {}))
                 outputs.clear()
     finally:
         for hook in hooks:
             hook.remove()
         snapshot.restore()
+    gradients = results[-1]["gradients"]
     coming = sum(gradients[name].nbytes for name in awaited if name in gradients)
     return Steps(results, peak, seconds, coming, [str(warning.message) for warning in caught], [*order])
+
+
+def _results(
+    network: nn.Module, leaves: dict[str, Tensor], outputs: list[Any], previous: dict[str, dict[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Copies of what a step has left, by kind and name. `previous`: the results of the step before, or empty."""
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    states = {"state": random_state()}
+    tensors_by_kind = (_tensors_by_number("output", outputs), gradients, dict(network.named_buffers()), states)
+    return {
+        kind: _copies(tensors, previous.get(kind, {})) for kind, tensors in zip(KINDS, tensors_by_kind, strict=True)
+    }
 
 
 def _note_name(order: dict[str, None], name: str, leaf: Tensor) -> None:
