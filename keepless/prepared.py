@@ -54,12 +54,10 @@ def recompute_activations(
     compiler decides what to keep, and a warning says so: wrap blocks in `torch.utils.checkpoint` there. Other
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get what stays saved.
 
-    Tensors that the backward pass reads must not be modified in place before it: this raises PyTorch's error about an
-    in-place operation, also under other hooks. Weights are read again, frozen ones too: change them (an EMA of a frozen
-    teacher, say) after the backward pass. (Small parameters that PyTorch alone would not save are copied, so they may
-    change.) What the forward pass turns into an array, or changes through `.data`, is saved as by PyTorch; changes in
-    these ways after it, and by code in C++, are not detected. Under a `TorchFunctionMode` or
-    `TorchDispatchMode` of the program nothing is recomputed, and a warning names it.
+    Tensors and weights that the backward pass reads, frozen ones too, must not be modified in place before it: this
+    raises PyTorch's error about an in-place operation, also under other hooks. Changes through `.data` or an array
+    after the forward pass, and by code in C++, are not detected. Under a `TorchFunctionMode` or `TorchDispatchMode` of
+    the program nothing is recomputed, and a warning names it.
 
     Args:
         network: any uncompiled network; it is returned with two hooks around its forward pass, which `undo` removes.

@@ -383,22 +383,13 @@ def simulated_collective(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     return args[0], finished_work
 
 
-def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a view, of `add_` and the like, or of `empty_strided`: several times as fast as the mode makes it.
-
-    NotImplemented: the mode must make it.
-    """
-    if function is torch.ops.aten.empty_strided.default and kwargs.get("device") is not None:
-        with without_dispatch_modes():
-            empty = torch.empty_strided(*args, dtype=kwargs.get("dtype"), device="meta")
-        return FakeTensor(mode, empty, kwargs["device"])
+def quick_view(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a view, several times as fast as the mode makes it. NotImplemented: the mode must make it."""
     base = args[0] if args else None
     if not isinstance(base, FakeTensor) or base.fake_mode is not mode or base.layout is not torch.strided:
         return NotImplemented
-    name = function.overloadpacket.__name__
-    if name.endswith("_") and torch.Tag.pointwise in function.tags and base.constant is None:
-        return base
-    if not function.is_view or kwargs or base.constant is not None or name in ("to", "lift_fresh"):
+    is_copy = function.overloadpacket.__name__ in ("to", "lift_fresh")
+    if is_copy or kwargs or base.constant is not None or not function.is_view:
         return NotImplemented
     with in_kernel_invocation_manager(mode):
         views = function(*args)
