@@ -139,7 +139,8 @@ class ABN(NormBase):
         In training others get the statistics of the minibatch alone: for a cumulative average (`momentum` None), or
         because a repeated call must save what the first one has saved.
         """
-        mean, var = tensors.running_mean, tensors.running_var
+        mean = tensors.running_mean
+        var = tensors.running_var
         if mean is None or var is None:
             return UNTRACKED
         if not self.training:

@@ -56,16 +56,16 @@ class CompiledBackend(Backend):
         return self.normalise(x, mean, invstd, affine, overwrite), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        settings, *tensors = _x_hat_arguments(kept, dz)
+        settings, tensors = _x_hat_arguments(kept, dz)
         return run_formula(formulas.sums, settings, *tensors)
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        settings, *tensors = _x_hat_arguments(kept, dz)
+        settings, tensors = _x_hat_arguments(kept, dz)
         dx = run_formula(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        settings, *tensors = _x_hat_arguments(kept, dz)
+        settings, tensors = _x_hat_arguments(kept, dz)
         dx, dgamma, dbeta = run_formula(formulas.backward, settings, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values), dgamma, dbeta
 
@@ -128,54 +128,49 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
     return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1).detach()
 
 
-def run_formula(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
+def run_formula(formula: Callable[..., Result], settings: Settings, *tensors: Tensor) -> Result:
     """Call formula(settings, *tensors): compiled, inlined in a compiled network, or eagerly if blocks have a size of 1.
 
     Each size of 1 would cost a compilation of its own, mostly for small tensors.
     """
     if torch.compiler.is_compiling():
         return _run_inlined(formula, settings, tensors)
-    blocks = next(t for t in tensors if t is not None and t.dim() == 3)
+    blocks = next(t for t in tensors if t.dim() == 3)
     run: Callable[..., Result]
     if 1 in blocks.shape[1:]:
         run = functools.partial(formula, settings)
     else:
-        run = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
+        run = _compiled(formula, settings, blocks.dtype, blocks.device.type)
     with torch.no_grad():
         # Detached views have no base; Dynamo would guard the base's sizes too.
-        return run(*(t if t is None else t.detach() for t in tensors))
+        return run(*(t.detach() for t in tensors))
 
 
-def _run_inlined(formula: Callable[..., Result], settings: Settings, tensors: Sequence[Tensor | None]) -> Result:
+def _run_inlined(formula: Callable[..., Result], settings: Settings, tensors: Sequence[Tensor]) -> Result:
     """Call a formula in the graph of a network that is being compiled. It reads its vectors from memory."""
-    vectors = [tensor for tensor in tensors if tensor is not None and tensor.dim() == 1]
-    in_memory = iter(formulas.materialised(*vectors))
-    arguments = [next(in_memory) if tensor is not None and tensor.dim() == 1 else tensor for tensor in tensors]
+    in_memory = iter(formulas.materialised(*[tensor for tensor in tensors if tensor.dim() == 1]))
+    arguments = [next(in_memory) if tensor.dim() == 1 else tensor for tensor in tensors]
     return formula(settings, *arguments)
 
 
 @functools.cache
 def _compiled(
-    formula: Callable[..., Result], settings: Settings, in_part: bool, dtype: torch.dtype, device_type: str
+    formula: Callable[..., Result], settings: Settings, dtype: torch.dtype, device_type: str
 ) -> Callable[..., Result]:
-    """Compile a formula once for all sizes, except that a single block is compiled separately.
-
-    `in_part`: some tensors are None.
-    """
+    """Compile a formula once for all sizes, except that a single block is compiled separately."""
     check_compiler(device_type)
     # As strings: with dynamic=True numbers would become inputs of the compiled function.
     axis = str(settings.axis)
     slope = str(settings.activation.param)
     eps = str(settings.eps)
     name = settings.activation.name
+    is_output = settings.is_output
 
-    def specialised(*tensors: Tensor | None) -> Result:
-        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps)), *tensors)
+    def specialised(*tensors: Tensor) -> Result:
+        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps), is_output), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
-    code_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}"
-    if in_part:
-        code_name += "_in_part"
+    code_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}_{is_output}"
     specialised.__code__ = specialised.__code__.replace(co_name=code_name)
     options: dict[str, str | int | bool | Callable[..., object]] = {
         "cpp.dynamic_threads": True,  # or Inductor's disk cache may return a single-threaded loop
@@ -184,11 +179,10 @@ def _compiled(
     return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
 
 
-def _x_hat_arguments(
-    kept: BackwardInputs, dz: Tensor
-) -> tuple[Settings, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _x_hat_arguments(kept: BackwardInputs, dz: Tensor) -> tuple[Settings, tuple[Tensor, ...]]:
     """All arguments of `x_hat_and_dy`."""
+    assert kept.factor is not None  # it is None only for backends that floor gamma
     values, axis = as_blocks(kept.values)
     dz = (dz if axis == 2 else dz.movedim(1, -1)).reshape(values.shape).contiguous()
-    vectors = (None, None) if kept.is_output else (kept.gamma, kept.beta)
-    return Settings(axis, kept.activation), values, dz, kept.offset, kept.factor, *vectors
+    settings = Settings(axis, kept.activation, is_output=kept.is_output)
+    return settings, (values, dz, kept.offset, kept.factor, kept.gamma, kept.beta)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .activations import Activation, activate_, activation_backward, invert_activation
 
-Vector = Tensor | None  # (C,)
-
 
 class Settings(NamedTuple):
     """Compile-time constants."""
@@ -21,6 +19,7 @@ class Settings(NamedTuple):
     axis: int  # pixels of a block: 2, or 1 for channels_last
     activation: Activation = Activation("identity")
     eps: float = 0.0
+    is_output: bool = False  # in the backward pass: values are z
 
 
 def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,14 +62,14 @@ def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tupl
 
 
 def x_hat_and_dy(
-    settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Vector, beta: Vector
+    settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from `BackwardInputs`; values are z if gamma and beta are None."""
+    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from `BackwardInputs`."""
     dtype = values.dtype
     values = _wide(values)
     dz = _wide(dz)
     offset, factor = _per_channel(settings, offset, factor)
-    if gamma is None or beta is None:
+    if settings.is_output:
         z = values
         u = invert_activation(settings.activation, values, rounded_to=dtype)
         x_hat = (u - offset) * factor
