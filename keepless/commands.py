@@ -3,6 +3,7 @@
 import importlib
 import sys
 import traceback
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,7 +13,15 @@ import torch
 from torch import nn
 
 _EXAMPLE = "give mine:step, with def step(): return resnet50(), torch.zeros(8, 3, 224, 224) in mine.py"
-AUTOCAST: dict[str, Any] = {"choices": ("bfloat16", "float16"), "help": "dtype of torch.autocast around the network"}
+
+
+def parser_of(name: str, description: str | None) -> ArgumentParser:
+    """A parser of MODULE:FUNCTION and --autocast. `name`: of the module that is run."""
+    parser = ArgumentParser(f"python -m {name}", description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    dtypes = ("bfloat16", "float16")
+    parser.add_argument("--autocast", choices=dtypes, help="dtype of torch.autocast around the network")
+    return parser
 
 
 def autocast(device: str, dtype: str | None) -> AbstractContextManager[Any]:

@@ -8,26 +8,22 @@ dictionary of keyword arguments. It is called under torch.device("meta"), where 
 memory. If that fails, e.g. because it reads weights, it is called again without torch.device("meta").
 """
 
-import argparse
 import logging
 import sys
 from contextlib import suppress
 from typing import Any
 
-from ..commands import AUTOCAST, autocast, network_and_example, one_line_error, run_command
+from ..commands import autocast, network_and_example, one_line_error, parser_of, run_command
 from .device import OPTIMIZERS
 from .fit import Fit, fit, limits
 
 
 def main(arguments: list[str]) -> Fit:
     """Print what fits. ValueError: an argument is wrong, or nothing fits."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
-    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser = parser_of("keepless.fit", __doc__)
     parser.add_argument("--memory", required=True, help="memory of the device, such as 12GiB")
     names = ", ".join(OPTIMIZERS)
     parser.add_argument("--optimizer", default="adamw", help=f"{names}, or bytes of its states per weight (adamw)")
-    parser.add_argument("--autocast", **AUTOCAST)
     parser.add_argument("--grow", choices=("batch", "size"), help="find the largest batch, or images or texts")
     parser.add_argument(
         "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the baseline (1.15)"

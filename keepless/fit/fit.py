@@ -31,10 +31,7 @@ class Fit(NamedTuple):
     ways: list[Way]
     line: str  # code for the way with the largest example; of several, the fastest
 
-    def __repr__(self) -> str:  # what notebooks show
-        return str(self)
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what notebooks and print show
         cells = [("", "example", "memory", "", "time")]
         for way in self.ways:
             verdict = "fits" if way.fits else "too much"

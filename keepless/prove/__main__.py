@@ -9,20 +9,15 @@ trained on a CUDA device if there is one: twice without the budget, and within i
 is 1 if anything is not as promised.
 """
 
-import argparse
-
-from ..commands import AUTOCAST, run_command
+from ..commands import parser_of, run_command
 from ..recompute.signatures.plans import checked
-from .processes import proof_in_processes
+from .prove import proof_in_processes
 
 
 def main(arguments: list[str]) -> bool:
     """Print the proof; returns whether all is as promised. ValueError: an argument is wrong, or a step fails."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m keepless.prove", description=__doc__, formatter_class=raw)
-    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser = parser_of("keepless.prove", __doc__)
     parser.add_argument("--budget", required=True, help="bytes, such as 6GiB, or a share of the baseline's peak: 0.5")
-    parser.add_argument("--autocast", **AUTOCAST)
     options = parser.parse_args(arguments)
     checked(options.budget)  # raises before the network is made
     proof = proof_in_processes(options.function, options.budget, options.autocast)

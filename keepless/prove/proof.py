@@ -138,7 +138,8 @@ def _squares(expected: Tensor | None, tensor: Tensor | None) -> tuple[float, flo
     if expected is None or tensor is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
         return math.inf, 0.0
     if expected.is_complex():
-        expected, tensor = torch.view_as_real(expected), torch.view_as_real(tensor)
+        expected = torch.view_as_real(expected)
+        tensor = torch.view_as_real(tensor)
     unequal = (expected != tensor) & ~(expected.isnan() & tensor.isnan())
     difference = float((expected[unequal].double() - tensor[unequal].double()).square().sum())
     size = float(expected.double().nan_to_num(0.0, 0.0, 0.0).square().sum())

@@ -1,14 +1,21 @@
 """Prove on a network that steps within a budget are the baseline's, in less memory."""
 
 import gc
+import random
+import sys
 import warnings
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from ..commands import autocast, network_and_example, one_line_error
 from ..inputs import check_has_forward, check_module, tensors_in
 from ..prepared import plan_of, recompute_activations, undo
 from ..recompute.signatures.plans import Budget, arguments_of, checked
@@ -50,19 +57,68 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     inputs = tree_map(_detached_copy, arguments_of(example))
     before = Snapshot(network, inputs)
     try:
-        baseline = run_baseline_steps(network, inputs)
-        again = run_baseline_steps(network, inputs)
-        return proof_of(baseline, again, run_prepared_steps(network, inputs, budget), budget)
+        baseline = _run_baseline_steps(network, inputs)
+        again = _run_baseline_steps(network, inputs)
+        return proof_of(baseline, again, _run_prepared_steps(network, inputs, budget), budget)
     finally:
         undo(network)
         before.restore()  # also hooks of `recompute_activations`
+
+
+def proof_in_processes(name: str, budget: Budget, dtype: str | None) -> Proof:
+    """The proof of MODULE:FUNCTION's network, whose baseline and prepared steps run in a process each.
+
+    So none sees what another has left behind. `dtype`: of autocast. ValueError: its code raises an error.
+    """
+    with TemporaryDirectory() as folder:
+
+        def steps_in_process(within: Budget | None) -> Steps:
+            file = Path(folder) / "steps.pt"
+            try:
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    process.submit(_write_steps, name, within, dtype, file).result()
+            except BrokenProcessPool as error:
+                text = "was killed, perhaps as memory ran out: give a smaller example"
+                raise ValueError(f"a process that runs steps of {name}'s network {text}") from error
+            return Steps(*torch.load(file, weights_only=False))
+
+        return proof_of(steps_in_process(None), steps_in_process(None), steps_in_process(budget), budget)
 
 
 def _detached_copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def run_baseline_steps(network: nn.Module, inputs: Any) -> Steps:
+def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path) -> None:
+    """Run steps, within a budget or of the baseline, and write them to a file as `Steps`."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    network, example = network_and_example(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        inputs = tree_map(lambda leaf: _on_device(device, leaf), arguments_of(example))
+        network = network.to(device).train()
+        with autocast(device, dtype):
+            if budget is None:
+                steps = _run_baseline_steps(network, inputs)
+            else:
+                steps = _run_prepared_steps(network, inputs, budget)
+    except Exception as error:  # a network may raise anything
+        raise one_line_error(error, f"a {'step' if budget is None else 'prepared step'} of {name}'s network") from None
+    torch.save(tuple(steps), file)
+
+
+def _on_device(device: str, leaf: Any) -> Any:
+    """An argument on a device. Random numbers stand for zeros, of which most gradients would be zero."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().to(device)
+    return torch.randn_like(leaf) if leaf.is_floating_point() and not leaf.any() else leaf
+
+
+def _run_baseline_steps(network: nn.Module, inputs: Any) -> Steps:
     """Run steps of the network without `recompute_activations`. `inputs`: arguments, and a dictionary of others."""
     undo(network)
     try:
@@ -73,7 +129,7 @@ def run_baseline_steps(network: nn.Module, inputs: Any) -> Steps:
         return _run_steps(network, inputs, is_baseline=True)._replace(fits=False)
 
 
-def run_prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
+def _run_prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Steps:
     """Run steps of the network within a budget."""
     recompute_activations(undo(network), budget=budget)
     steps = _run_steps(network, inputs)
@@ -92,7 +148,7 @@ def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> St
     results: list[dict[str, dict[str, Tensor]]] = []
     outputs: list[Any] = []
     hooks = [
-        leaf.register_post_accumulate_grad_hook(partial(_note_name, order, name))
+        leaf.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
         for name, leaf in leaves.items()
         if is_baseline and leaf.requires_grad
     ]
@@ -132,10 +188,6 @@ def _results(
     return {
         kind: _copies(tensors, previous.get(kind, {})) for kind, tensors in zip(KINDS, tensors_by_kind, strict=True)
     }
-
-
-def _note_name(order: dict[str, None], name: str, leaf: Tensor) -> None:
-    order.setdefault(name)
 
 
 def _tensors_by_number(name: str, holder: Any) -> dict[str, Tensor]:
