@@ -1,6 +1,6 @@
 """The chain of steps by which reversible modules do without stored inputs: backward walks it from the last output.
 
-The rules, which this file implements together with replay.py and state.py:
+The rules, which this file implements together with replay.py:
 
 1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
    `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
@@ -20,7 +20,7 @@ The rules, which this file implements together with replay.py and state.py:
    weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
 7. Environment. A repetition runs with the autocast settings, modes, and (with `preserve_rng_state`) random numbers of
    the first run. It starts from the same buffers and plain attributes, so it does the same as the first run; its
-   changes to them are undone (state.py). A run must not write parameters. After the forward pass, parameters and the
+   changes to them are undone. A run must not write parameters. After the forward pass, parameters and the
    buffers that it did not change must not be modified or replaced. The repetition must save tensors of the same number,
    shapes, dtypes and devices. Otherwise an error is raised.
 8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
@@ -41,8 +41,7 @@ from ..saved import Kept, laid_out
 from ..torch_internals import Hooks, current_hooks, keeps_graph
 from .checks import Checksum
 from .couplings import Coupling, HalfStep, call_without_writes, detached, widened
-from .replay import Section
-from .state import Values
+from .replay import Section, Values
 
 Undo = Callable[[], Values]
 
@@ -369,8 +368,6 @@ def _metadata(node: Node) -> dict:
 def as_tuple(outputs: Tensor | Values) -> Values:
     """The outputs of a module, as a tuple. ValueError if they are not tensors."""
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not tensors:
-        raise ValueError("a reversible module got or returned nothing: expected tensors")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"a reversible module got or returned a {type(tensor).__name__}: expected tensors")

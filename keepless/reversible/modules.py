@@ -209,15 +209,10 @@ def is_invertible_module(
     generator = torch.Generator().manual_seed(random_seed)
     inputs = [torch.rand(*shape, generator=generator).to(device, test_input_dtype) for shape in shapes]
 
-    def seed() -> None:
-        torch.default_generator.manual_seed(random_seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(random_seed)
-
     def restores(function: Callable, inverse_function: Callable) -> bool:
-        seed()
+        torch.manual_seed(random_seed)
         outputs = as_tuple(function(*(tensor.clone() for tensor in inputs)))
-        seed()
+        torch.manual_seed(random_seed)
         restored = as_tuple(inverse_function(*(tensor.clone() for tensor in outputs)))
         if len(restored) != len(inputs):
             return False

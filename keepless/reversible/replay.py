@@ -2,21 +2,34 @@
 
 In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass reads the first slot,
 the part runs again, in the environment of the first run, and fills all slots. Autograd's graph is unchanged, so hooks,
-gradients of parts, and tied, frozen, unused or unregistered parameters work as usual.
+gradients of parts, and tied, frozen, unused or unregistered parameters work as usual. The `State` of modules is what a
+repetition starts from.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
+from ..norms.inplace_abn import OWN_LAYERS
+from ..norms.statistics import BATCH_NORMS, has_running_statistics, with_attributes
 from ..saved import Kept, autocast_as, autocast_of, check_version, current_stream, wait_for
 from ..torch_internals import is_capturing, keeps_graph, without_dispatch_modes
-from .state import State
 
+Values = tuple[Tensor, ...]
+
+# Norms whose outputs do not depend on their buffers in training.
+_KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
+
+_PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum)
+_PYTORCHS_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANDOM = (*_DROPOUTS, nn.RReLU)
 _CHANGED = "a module did something else when the backward pass repeated its forward pass; it must do the same each time"
@@ -44,8 +57,7 @@ class _Slot:
         if self.tensor is None:
             self.repeat()
         tensor = self.tensor
-        if tensor is None:
-            raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
+        assert tensor is not None  # a repetition that fills fewer slots raises
         check_version(tensor, self.version)
         wait_for(self.stream, tensor)  # a part that ran on several streams is repeated on the first that reads
         if keeps_graph():
@@ -170,3 +182,162 @@ def _refuse_random(parts: Iterable[nn.Module]) -> None:
 
 def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+class _ModuleTensor(NamedTuple):
+    """A parameter or buffer of a module, with the version that it has before the forward pass."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor | None
+    version: int
+    start: Tensor | None = None  # copy of a buffer's values; None if they have no effect
+
+    def __str__(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}"
+
+    def present(self) -> Tensor | None:
+        """The tensor that the module has under this name now."""
+        return self.owner._parameters.get(self.name, self.owner._buffers.get(self.name))
+
+    def is_unchanged(self) -> bool:
+        """Whether it is the same tensor, and was not written over (writes through `Tensor.data` are not noticed)."""
+        is_same = self.present() is self.tensor
+        return is_same and (self.tensor is None or self.tensor._version == self.version)
+
+
+class State:
+    """The state of modules before a forward pass: buffers, and attributes that are plain values.
+
+    A repetition starts from copies of it, so it does the same as the forward pass. Modules that write their parameters,
+    e.g. to initialise them, are refused.
+
+    RuntimeError: a module is lazy, i.e. learns its sizes in the forward pass.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]):
+        self.attributes = {part: _attributes_of(part) for part in parts}
+        for part in self.attributes:
+            if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
+                raise _write_error(f"the sizes of {type(part).__name__}")
+        self.buffers = [buffer for part in self.attributes for buffer in _buffers_of(part)]
+        # FSDP's and other subclasses are not checked.
+        self.parameters = [parameter for parameter in self._all_parameters() if type(parameter.tensor) is nn.Parameter]
+        self.constants: list[_ModuleTensor] = []  # must not change before the repetition
+
+    def _all_parameters(self) -> list[_ModuleTensor]:
+        """All parameters with their present versions."""
+        named = [(part, name, tensor) for part in self.attributes for name, tensor in part._parameters.items()]
+        return [
+            _ModuleTensor(part, name, tensor, tensor._version) for part, name, tensor in named if tensor is not None
+        ]
+
+    def drop_unchanged(self, inverts: bool) -> None:
+        """Drop the copies of all that the forward pass, which has just ended, has not changed.
+
+        `inverts`: the repetition runs an inverse first.
+
+        RuntimeError: it wrote a parameter; or, with `inverts`, something that a module's inverse may read.
+        """
+        for parameter in self.parameters:
+            is_sharded = type(parameter.present()).__name__ == "DTensor"  # by FSDP, which puts the parameter back
+            if not (parameter.is_unchanged() or is_sharded):
+                raise _write_error(str(parameter))
+        if inverts:
+            self._check_inverses()
+        self.parameters = []
+        self.constants = self._all_parameters()
+        kept = []
+        for buffer in self.buffers:
+            # Later passes update running statistics.
+            if buffer.tensor is None or not buffer.is_unchanged() or has_running_statistics(buffer.owner):
+                kept.append(buffer)
+            else:
+                self.constants.append(buffer._replace(start=None))
+        self.buffers = kept
+
+    def _check_inverses(self) -> None:
+        """Raise RuntimeError if the forward pass has changed what a module's own inverse may read."""
+        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes_of(part))}
+        for buffer in self.buffers:
+            if not buffer.is_unchanged() and (buffer.start is not None or buffer.tensor is None):
+                changed_parts.add(buffer.owner)
+        for part in changed_parts:
+            if callable(getattr(part, "inverse", None)):
+                raise RuntimeError(
+                    f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
+                    f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
+                    f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
+                )
+
+    def check_constants(self) -> None:
+        """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
+        for constant in self.constants:
+            present = constant.present()
+            if present is not None and present is constant.tensor:
+                check_version(present, constant.version, str(constant))
+            elif "DTensor" not in (type(present).__name__, type(constant.tensor).__name__):  # FSDP's shards
+                raise RuntimeError(
+                    f"{constant} of a reversible module is not the same tensor as in the forward "
+                    f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
+                )
+
+    @contextmanager
+    def repetition(self) -> Iterator[None]:
+        """Context of a repetition, on copies of this state; afterwards the modules are restored."""
+        attributes: dict[nn.Module, dict[str, Any]] = {}
+        for part, plain in self.attributes.items():
+            not_plain = {name: value for name, value in vars(part).items() if not _is_plain(name, value)}
+            attributes[part] = {**not_plain, **plain, "_buffers": {**part._buffers}}
+        copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
+        for buffer in self.buffers:
+            start = buffer.start
+            if start is None and buffer.tensor is not None:
+                start = buffer.present()
+            if start is not None:
+                start = copies.setdefault(id(buffer.tensor), start.clone())
+            attributes[buffer.owner]["_buffers"][buffer.name] = start
+        with with_attributes(attributes):
+            yield
+
+
+def _write_error(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the forward pass of a reversible module writes {name}, so the backward pass cannot repeat it: to initialise "
+        f"the module, run one forward pass under torch.no_grad() before the first step; keep averages in buffers; or "
+        f"give disable=True"
+    )
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's plain values."""
+    return {name: value for name, value in vars(module).items() if _is_plain(name, value)}
+
+
+def _is_plain(name: str, value: object) -> bool:
+    """Whether an attribute is plain: no container, and no tensor with a graph, which is a result and needs memory."""
+    if name in _PYTORCHS_ATTRIBUTES:
+        return False
+    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether plain values have changed. A tensor has if it is another object."""
+    if before.keys() != after.keys():
+        return True
+    pairs = [(value, after[name]) for name, value in before.items() if value is not after[name]]
+    return any(isinstance(a, Tensor) or isinstance(b, Tensor) or a != b for a, b in pairs)
+
+
+def _buffers_of(module: nn.Module) -> list[_ModuleTensor]:
+    """The buffers that may change in a forward pass or before it is repeated."""
+    # In training their outputs depend only on the minibatch's statistics.
+    is_known_norm = type(module) in _KNOWN_NORMS and module.training
+    buffers = []
+    for name, tensor in module._buffers.items():
+        if tensor is None:
+            buffers.append(_ModuleTensor(module, name, None, 0))
+        else:
+            start = None if is_known_norm else tensor.clone()
+            buffers.append(_ModuleTensor(module, name, tensor, tensor._version, start))
+    return buffers
