@@ -26,7 +26,7 @@ from ...torch_internals import (
 )
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
-_BEGINS = "keepless: an operator begins"  # an event in the profile
+_MARK = "keepless: an operator begins or ends"  # an event in the profile
 _SHORT = 2e-4  # seconds: a shorter operator is timed more often, as it is more easily disturbed
 _AGAIN = 3  # so many times more
 _REPEATED = 32  # calls that `host_seconds` times at once
@@ -145,18 +145,18 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
 
 
 def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
-    """Peak bytes up to the first event `_BEGINS`, and after each, beyond those allocated at it.
+    """Peak bytes up to the first event `_MARK`, and after each, beyond those allocated at it.
 
     The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
-    events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
+    events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _MARK)]
     peaks = [0]
     level = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == _BEGINS:
+        if event.name() == _MARK:
             level = 0
             peaks.append(0)
         else:
@@ -177,77 +177,6 @@ _first_runs: dict[Operator, tuple[Any, float]] = {}
 _costs: dict[Operator, Cost] = {}
 
 
-def measure(operators: Iterable[Operator]) -> None:
-    """Measure the cost of operators on ones, outside all modes, each once a process.
-
-    An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one out of memory is tried again.
-    """
-    new = [operator for operator in dict.fromkeys(operators) if operator not in _costs]
-    with _measuring({operator.device for operator in new}):
-        _measure_on_cpu([operator for operator in new if operator.device.type == "cpu"])
-        for operator in new:
-            if operator.device.type != "cpu":
-                _measure_on_device(operator)
-
-
-def _measure_on_cpu(operators: Sequence[Operator]) -> None:
-    """Note the costs of operators, from one profile of all."""
-    if not operators:
-        return
-    runs: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
-
-    def run_all() -> None:
-        runs.update(_run_marked(operators))
-
-    peaks = _peaks_on_cpu(run_all)
-    operator_peaks = peaks[1::2]  # two marks per operator: odd peaks are its own, even ones lie between operators
-    for (operator, (result_bytes, seconds)), peak in zip(runs.items(), operator_peaks, strict=True):
-        _costs[operator] = Cost(min(seconds, _first_runs[operator][1]), max(0, peak - result_bytes))
-
-
-def _measure_on_device(operator: Operator) -> None:
-    """Note the cost of an operator that does not run on the CPU."""
-    call = _warmed_call(operator)
-    if call is None:
-        return
-    results: list[Any] = []
-    peak = peak_bytes(lambda: results.append(call()), operator.device)
-    seconds = min(seconds_of(call, operator.device)[1], _first_runs[operator][1])
-    _costs[operator] = Cost(seconds, max(0, peak - sum(tensor.nbytes for tensor in tensors_in(results))))
-
-
-def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple[int, float]]]:
-    """Run each operator between two events `_BEGINS`; yields the bytes of its results, and its seconds."""
-    for operator in operators:
-        call = _warmed_call(operator)
-        if call is not None:
-            with torch.profiler.record_function(_BEGINS):
-                pass
-            result, seconds = seconds_of(call, operator.device)
-            with torch.profiler.record_function(_BEGINS):
-                pass
-            result_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
-            del result
-            for _ in range(_AGAIN if seconds < _SHORT else 0):
-                seconds = min(seconds, seconds_of(call, operator.device)[1])
-            yield operator, (result_bytes, seconds)
-
-
-def _warmed_call(operator: Operator) -> Callable[[], Any] | None:
-    """`Operator.call_on_ones`, after a first call in this process; None if it fails."""
-    try:
-        call = operator.call_on_ones()
-        if operator not in _first_runs:
-            result, seconds = seconds_of(call, operator.device)
-            _first_runs[operator] = tree_map(spec_of, result), seconds
-        return call
-    except torch.OutOfMemoryError:
-        return None
-    except (RuntimeError, IndexError):
-        _costs[operator] = Cost()
-        return None
-
-
 def cost_of(operator: Operator) -> Cost | None:
     """The measured cost; None if it was not measured, e.g. for lack of memory."""
     return _costs.get(operator)
@@ -258,18 +187,70 @@ def results_of(operator: Operator) -> Any:
 
     Runs it once on ones if it has not run; None if it fails, or if memory is short (then the next call tries again).
     """
-    return _first_runs[operator][0] if _warm_up(operator) else None
+    if operator not in _first_runs and operator not in _costs:
+        with _measuring({operator.device}):
+            _warm_up(operator)
+    return _first_runs[operator][0] if operator in _first_runs else None
 
 
-def _warm_up(operator: Operator) -> bool:
-    """Run an operator once on ones, unless it has run or failed before. False if it fails or memory is short."""
-    if operator in _first_runs:
-        return True
-    has_failed = operator in _costs  # a cost without a first run
-    if has_failed:
-        return False
-    with _measuring({operator.device}):
-        return _warmed_call(operator) is not None
+def _warm_up(operator: Operator) -> None:
+    """Run an operator on ones, and note its first run. One that fails costs nothing; without memory nothing is noted."""
+    try:
+        result, seconds = seconds_of(operator.call_on_ones(), operator.device)
+        _first_runs[operator] = tree_map(spec_of, result), seconds
+    except torch.OutOfMemoryError:
+        pass
+    except (RuntimeError, IndexError):  # as a Cholesky decomposition of ones
+        _costs[operator] = Cost()
+
+
+def measure(operators: Iterable[Operator]) -> None:
+    """Measure the cost of operators on ones, outside all modes, each once a process; see `_warm_up`."""
+    new = [operator for operator in dict.fromkeys(operators) if operator not in _costs]
+    with _measuring({operator.device for operator in new}):
+        for operator in new:
+            if operator not in _first_runs:
+                _warm_up(operator)
+        warm = [operator for operator in new if operator in _first_runs]
+        on_cpu = [operator for operator in warm if operator.device.type == "cpu"]
+        runs: list[tuple[int, float]] = []
+        # A profile takes many milliseconds, so all operators share one. Between its two marks each has an odd peak.
+        peaks = _peaks_on_cpu(lambda: runs.extend(map(_run_between_marks, on_cpu))) if on_cpu else [0]
+        for operator, (result_bytes, seconds), peak in zip(on_cpu, runs, peaks[1::2], strict=True):
+            _note_cost(operator, seconds, peak - result_bytes)
+        for operator in warm:
+            if operator.device.type != "cpu":
+                _measure_on_device(operator)
+
+
+def _note_cost(operator: Operator, seconds: float, temporary_bytes: int) -> None:
+    """Note the cost of an operator that has run again."""
+    _, first_seconds = _first_runs[operator]
+    _costs[operator] = Cost(min(seconds, first_seconds), max(0, temporary_bytes))
+
+
+def _measure_on_device(operator: Operator) -> None:
+    """Note the cost of an operator that does not run on the CPU."""
+    call = operator.call_on_ones()
+    results: list[Any] = []
+    peak = peak_bytes(lambda: results.append(call()), operator.device)
+    result_bytes = sum(tensor.nbytes for tensor in tensors_in(results))
+    _note_cost(operator, seconds_of(call, operator.device)[1], peak - result_bytes)
+
+
+def _run_between_marks(operator: Operator) -> tuple[int, float]:
+    """The bytes of an operator's results, and its seconds. Events `_MARK` are before and after it."""
+    call = operator.call_on_ones()
+    with torch.profiler.record_function(_MARK):
+        pass
+    result, seconds = seconds_of(call, operator.device)
+    with torch.profiler.record_function(_MARK):
+        pass
+    result_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
+    del result
+    for _ in range(_AGAIN if seconds < _SHORT else 0):
+        seconds = min(seconds, seconds_of(call, operator.device)[1])
+    return result_bytes, seconds
 
 
 @contextmanager
