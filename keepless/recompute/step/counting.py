@@ -22,8 +22,11 @@ from ...torch_internals import (
     all_packed_by,
     backward_runs,
     calling_module,
+    dispatch_modes,
     next_node_number,
     node_number,
+    pop_dispatch_mode,
+    push_dispatch_mode,
     running_node,
     tree_map,
     without_function_modes,
@@ -31,6 +34,7 @@ from ...torch_internals import (
 from ..held.calls import Call
 from ..held.elsewhere import SMALL, Elsewhere, Held
 from ..passes.recording import Recording
+from ..passes.registry import is_parameter
 from ..table.rules import Rule
 from .costs import (
     Operator,
@@ -68,8 +72,8 @@ class RunOperator(NamedTuple):
 class _Arrival(NamedTuple):
     """A gradient that a parameter is about to get."""
 
-    present: Tensor | None  # the gradient that is there
-    memory: int | None  # number of the new one's
+    was_there: bool  # it is added to an earlier one
+    memory: int | None
     stride: tuple[int, ...]
 
 
@@ -80,18 +84,8 @@ class Counting(Trace):
     temporary memory is counted only in recurrent layers.
     """
 
-    # A dry step runs with gradients that are there before it. Each is set aside while autograd adds to it, which shows
-    # where the new one would stay if there were none.
-    sets_gradients_aside = True
-
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        measures: bool,
-        allocations_class: "type[Allocations] | None" = None,
-        copy_parameters: bool = False,
-    ) -> None:
-        self.allocations = (allocations_class or Allocations)(self)
+    def __init__(self, inputs: Sequence[Tensor], measures: bool, copy_parameters: bool = False) -> None:
+        self.allocations = Allocations(self)
         super().__init__(inputs, self.allocations.memory, copy_parameters)
         self.measures = measures
         self.call_starts: list[tuple[int, Any, Any]] = []  # calls: number of the next node, function and module
@@ -171,9 +165,7 @@ class Counting(Trace):
         """Hook: a parameter is about to get a gradient."""
         if gradient is not None and is_ordinary(gradient):
             memory = self.allocations.memory(gradient)
-            self.arriving[parameter] = _Arrival(parameter.grad, memory, gradient.stride())
-            if self.sets_gradients_aside:
-                parameter.grad = None
+            self.arriving[parameter] = _Arrival(parameter.grad is not None, memory, gradient.stride())
 
     @ends_watch
     def gradient_came(self, parameter: Tensor) -> None:
@@ -181,10 +173,7 @@ class Counting(Trace):
         gradient = parameter.grad
         if parameter not in self.arriving or gradient is None:
             return
-        present, memory, stride = self.arriving.pop(parameter)
-        was_there = present is not None and not self.sets_gradients_aside
-        if self.sets_gradients_aside:
-            parameter.grad = present
+        was_there, memory, stride = self.arriving.pop(parameter)
         self.gradient_bytes += gradient.nbytes
         new_memory = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
         is_taken_over = new_memory == memory
@@ -193,7 +182,7 @@ class Counting(Trace):
             return
         self.allocations.note_operator(ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
         self.note_place(ADD)
-        if was_there or self.sets_gradients_aside:
+        if was_there:
             self._staying.append(memory)
         else:
             self.taken_over.add(memory)
@@ -303,18 +292,30 @@ def _temporary_bytes(ran: RunOperator) -> int:
 
 
 class Allocations(MadeTensors):
-    """Notes what a step allocates and frees, and the operators that run, in a `Counting`."""
+    """Notes what a step allocates and frees, and the operators that run, in a `Counting` until that is over."""
 
     def __init__(self, counting: Counting) -> None:
         super().__init__()
         self.counting = counting
         self.memories: list[int] = []  # number of an allocation -> number of the memory
+        self.outputs: set[int] = set()  # memories of outputs, which other steps may hold to their end
+        self.gathered: set[int] = set()  # memories of parameters that FSDP has gathered
         self.is_off = False
+        self._results: list[Any] = []  # of the running operator, once it has run
 
     def memory(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's memory, if it was allocated in the step."""
+        """The number of a tensor's memory, if it was allocated in the step.
+
+        A parameter that FSDP has gathered existed before it: FSDP frees its memory unseen.
+        """
         number = self.number_of(tensor)
-        return None if number is None else self.memories[number]
+        if number is None:
+            return None
+        memory = self.memories[number]
+        if is_parameter(tensor):
+            self.counting.sizes[memory] = 0
+            self.gathered.add(memory)
+        return None if memory in self.gathered else memory
 
     @contextmanager
     def off(self) -> Any:
@@ -337,7 +338,7 @@ class Allocations(MadeTensors):
         memory = self.memories[change.number]
         if memory in counting.taken_over:
             counting.taken_over.discard(memory)
-        else:
+        elif memory not in self.outputs:
             counting.events.append((Event.LET, memory))
 
     def take_back(self) -> Change:
@@ -351,15 +352,27 @@ class Allocations(MadeTensors):
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _DEVICE and isinstance(args[0], FakeTensor):  # a very frequent query
             return args[0].fake_device
-        if self.is_off:
+        if self.is_off or self.counting.is_over:
             return function(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if not function.is_view:
-            self.note_operator(function, args, kwargs or {}, result)
-            self.counting.note_place(function)
-        return result
+        try:
+            result = super().__torch_dispatch__(function, types, args, kwargs)
+            if not function.is_view:
+                self.note_operator(function, args, kwargs or {}, result)
+                self.counting.note_place(function)
+            return result
+        except Exception as error:
+            if not self._results:  # the operator has raised it
+                raise
+            self.counting.fail(error)
+            return self._results[0]
+        finally:
+            self._results = []
 
     def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._results = [self._run(function, args, kwargs)]
+        return self._results[0]
+
+    def _run(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator. Fake results are replaced if real ones would have another shape or other strides."""
         arguments = tensors_in((args, kwargs))
         name = function.overloadpacket.__name__
@@ -414,9 +427,25 @@ class CountedRecording(Recording):
         super().__init__(frame=frame)
         self.counting = counting
 
+    def __enter__(self) -> "CountedRecording":
+        # Entering the mode would set a flag of all threads, for which compiled blocks are skipped.
+        push_dispatch_mode(self.counting.allocations)
+        super().__enter__()
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.counting.leave_forward()
+        self.leave_mode()
+
+    def leave_mode(self) -> None:
+        if dispatch_modes()[-1:] == [self.counting.allocations]:
+            pop_dispatch_mode()
+
+    def forget(self, has_raised: bool) -> None:
+        super().forget(has_raised)
+        why = "held elsewhere: this step is watched"
+        self.kept = [row if row.made_by == "input" else row._replace(why=why) for row in self.kept]
 
     def new_registry(self) -> Counting:
         return self.counting

@@ -69,7 +69,7 @@ def counted_step(
     measures: bool = False,
     copy_parameters: bool = False,
 ) -> Step:
-    """Run a step of a network, on real or fake tensors, and count it. It changes buffers, and gradients that are there.
+    """Run a step of a network, on real or fake tensors, and count it. It changes buffers, but no gradients.
 
     `measures`: see `Counting`; always on for real tensors. `copy_parameters`: see `Recording`.
     """
@@ -77,10 +77,10 @@ def counted_step(
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     counting = Counting(inputs, measures or not is_fake, copy_parameters=copy_parameters)
-    with _placeholder_gradients(parameters), ExitStack() as hooks:
+    with _without_gradients(parameters), ExitStack() as hooks:
         for handle in counting.watch_gradients(parameters):
             hooks.enter_context(handle)
-        with counting.allocations, CountedRecording(counting):
+        with CountedRecording(counting):
             outputs = network(*args, **kwargs)
         with counting.allocations:
             counting.forward_ends(tensors_in(outputs))
@@ -92,16 +92,16 @@ def counted_step(
 
 
 @contextmanager
-def _placeholder_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which parameters without a gradient have an empty one: a counted step adds to gradients."""
-    without_gradient = [parameter for parameter in parameters if parameter.grad is None]
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which parameters have no gradients at first: this shows where the new ones stay."""
+    gradients = [parameter.grad for parameter in parameters]
     try:
-        for parameter in without_gradient:
-            parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+        for parameter in parameters:
+            parameter.grad = None
         yield
     finally:
-        for parameter in without_gradient:
-            parameter.grad = None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _losses(starts: Sequence[Tensor], measures: bool) -> list[Tensor]:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...made_tensors import Change
 from ...saved import is_ordinary
-from ...torch_internals import OpOverload, dispatch_modes, node_number, pop_dispatch_mode, push_dispatch_mode
-from .counting import Allocations, CountedRecording, Counting
+from ...torch_internals import dispatch_modes, node_number, push_dispatch_mode
+from .counting import CountedRecording, Counting
 from .dry import differentiable
 from .step import Event
 from .trace import ends_watch, nodes_of
@@ -36,16 +35,12 @@ class State(Enum):
 class Watch(Counting):
     """Counts a step of the program: see the top of this file. `measures`: see `Counting`."""
 
-    sets_gradients_aside = False
-
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
-        super().__init__(inputs, measures, _Allocations)
+        super().__init__(inputs, measures)
         self.state = State.RUNS
         self.error: Exception | None = None  # that has ended the watch
         self.has_backward = False  # a backward pass has run through its graph
         self._handles: list[Any] = []  # of hooks on nodes and parameters
-        self.outputs: set[int] = set()  # memories of outputs, which other steps may hold to their end
-        self.gathered: set[int] = set()  # memories of parameters that FSDP has gathered
 
     def fail(self, error: Exception) -> None:
         self.error = error.with_traceback(None)  # its frames hold tensors
@@ -75,7 +70,7 @@ class Watch(Counting):
         nodes = [node for node in nodes_of(tensors) if type(node).__name__ != "AccumulateGrad"]
         nodes = [node for node in nodes if node_number(node) >= self.storages.first_node_number]
         memories = [self.allocations.memory(tensor) for tensor in tensors if is_ordinary(tensor)]
-        self.outputs = {number for number in memories if number is not None}
+        self.allocations.outputs = {memory for memory in memories if memory is not None}
         self._handles = [node.register_prehook(self._node_runs) for node in nodes]
         self._handles += self.watch_gradients(network.parameters())
 
@@ -110,48 +105,8 @@ class Watch(Counting):
 
     def conclude(self) -> None:
         """The step has ended, or the rest of its graph will not run."""
-        self.events += [(Event.LET, memory) for memory in self.outputs]
-        self.outputs = set()
+        self.events += [(Event.LET, memory) for memory in self.allocations.outputs]
         self.end(State.COUNTED)
-
-
-class _Allocations(Allocations):
-    """The allocations of a watched step. Outside of the watch, it only passes operators on."""
-
-    counting: Watch
-    result: tuple[Any, ...] = ()  # of the running operator, once it has run
-
-    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.counting.is_over:
-            return function(*args, **(kwargs or {}))
-        self.result = ()
-        try:
-            return super().__torch_dispatch__(function, types, args, kwargs)
-        except Exception as error:
-            if not self.result:  # the operator has raised it
-                raise
-            self.counting.fail(error)
-            return self.result[0]
-        finally:
-            self.result = ()
-
-    def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.result = (super().call(function, args, kwargs),)
-        return self.result[0]
-
-    def memory(self, tensor: Tensor) -> int | None:
-        """As for any step, but a parameter that FSDP has gathered existed before it: FSDP frees its memory unseen."""
-        number = super().memory(tensor)
-        if number is not None and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)):
-            self.counting.sizes[number] = 0
-            self.counting.gathered.add(number)
-        return None if number in self.counting.gathered else number
-
-    def note(self, change: Change) -> None:
-        if change.bytes < 0 and self.memories[change.number] in self.counting.outputs:
-            self.changes.append(change)
-        else:
-            super().note(change)
 
 
 class WatchedRecording(CountedRecording):
@@ -159,28 +114,9 @@ class WatchedRecording(CountedRecording):
 
     counting: Watch
 
-    def __enter__(self) -> "WatchedRecording":
-        # Entering the mode would set a flag of all threads, for which compiled blocks are skipped.
-        push_dispatch_mode(self.counting.allocations)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._leave_mode()
-
-    def forget(self, has_raised: bool) -> None:
-        super().forget(has_raised)
-        why = "held elsewhere: this step is watched"
-        self.kept = [row if row.made_by == "input" else row._replace(why=why) for row in self.kept]
-
-    def _leave_mode(self) -> None:
-        if dispatch_modes()[-1:] == [self.counting.allocations]:
-            pop_dispatch_mode()
-
     def end_if_abandoned(self) -> bool:
         is_abandoned = super().end_if_abandoned()
         if is_abandoned:  # by Ctrl-C
-            self._leave_mode()
+            self.leave_mode()
             self.counting.end(State.LOST)
         return is_abandoned

@@ -148,7 +148,7 @@ def backward(outputs: Any, passes: int) -> None:
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
     counting = Counted(x)
     torch.manual_seed(1)
-    with counting.allocations, CountedRecording(counting):
+    with CountedRecording(counting):
         outputs = network(x)
     with counting.allocations:
         counting.forward_ends(tensors_in(outputs))
