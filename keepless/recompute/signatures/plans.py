@@ -22,7 +22,7 @@ from ..passes.recording import Recording
 from ..step.dry import differentiable, rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
-from ..step.simulation import Simulation, plain_peak, simulate
+from ..step.simulation import Simulation, plain_peak
 from ..step.stand_ins import stand_ins
 from ..step.step import Kind, Step
 from ..step.watch import Watch, WatchedRecording
@@ -179,7 +179,7 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
     """The texts of warnings about a choice of `chosen_step`. `beside`: see `_plan_within`."""
     remarks: list[str] = []
     least = choice.peak - beside
-    peak_with_outputs = simulate(step, choice.kept).peak - beside
+    peak_with_outputs = Simulation(step).run(choice.kept).peak - beside
     if least <= budget + _BLOCK < peak_with_outputs and chosen_step is not step:
         remarks.append(
             f"this step is within {size_text(budget)} only if the program drops the network's outputs before the "
@@ -211,7 +211,7 @@ def _step_and_choice(step: Step, limit: int, first_choice: Choice | None) -> tup
     if choice.peak <= limit:
         return step, choice
     shorter = step.without_outputs()
-    least = simulate(shorter, choice.kept).peak
+    least = Simulation(shorter).run(choice.kept).peak
     if least > _NEAR * limit:
         return shorter, choice._replace(peak=least)
     return shorter, _best_choice(shorter, limit, first_choice)

@@ -38,7 +38,7 @@ def annealed(
         if changed and least_seconds <= allowed_cost:  # otherwise it is hopeless
             price *= _RISES if trial.peak > limit else 1 / _RISES
             new_kept = [is_kept != (i in changed) for i, is_kept in enumerate(trial.kept)]
-            new_trial = simulation.run(simulation.extended(new_kept))
+            new_trial = simulation.run(new_kept)
             if new_trial.seconds + price * max(0, new_trial.peak - limit) <= allowed_cost:
                 trial = new_trial
                 if trial.peak <= limit and trial.seconds < best.seconds:

@@ -145,9 +145,8 @@ class _Search:
 
     def simulate(self, kept: Sequence[bool]) -> Trial:
         """Simulate a choice, and note it among the choices."""
-        kept = self.simulation.extended(kept)
         trial = self.simulation.run(kept)
-        self.choices.append(Choice(trial.peak, trial.seconds, tuple(kept)))
+        self.choices.append(Choice(trial.peak, trial.seconds, tuple(trial.kept)))
         self.lowest_peak = min(self.lowest_peak, trial.peak)
         return trial
 

@@ -44,7 +44,7 @@ class _Levels:
 
     def __init__(self, sizes: Sequence[int]):
         self.sizes = sizes
-        self.holders = _filled(len(sizes), 0)  # references to each memory
+        self.holders = [0] * len(sizes)  # references to each memory
         self.level = 0  # bytes now
         self.highest = 0  # the most during this event
 
@@ -75,11 +75,6 @@ class _Levels:
             self.need(number)
 
 
-def _filled(count: int, number: int) -> list[int]:
-    """A list with a number so many times."""
-    return [number] * count
-
-
 def plain_peak(step: Step, saves: bool = True) -> int:
     """Peak bytes of the step without recomputation. `saves`: with the tensors that autograd saves."""
     levels = _Levels(step.memories)
@@ -91,12 +86,6 @@ def plain_peak(step: Step, saves: bool = True) -> int:
         else:
             levels.apply(event, number)
     return levels.highest
-
-
-def simulate(step: Step, kept: Sequence[bool]) -> Trial:
-    """The memory and time of a step for one choice: see `Simulation.run`."""
-    simulation = Simulation(step)
-    return simulation.run(simulation.extended(kept))
 
 
 class Simulation:
@@ -111,9 +100,9 @@ class Simulation:
         for number, leader in enumerate(self.leaders):
             self.members.setdefault(leader, []).append(number)
         self.groups = [(leader, members) for leader, members in self.members.items() if len(members) > 1]
-        self.consumers = _filled(len(step.values), 0)  # operations that save each value
-        self.sign_consumers = _filled(len(step.values), 0)  # those that need only its sign mask
-        self.sign_bytes = _filled(len(step.values), 0)  # of this mask
+        self.consumers = [0] * len(step.values)  # operations that save each value
+        self.sign_consumers = [0] * len(step.values)  # those that need only its sign mask
+        self.sign_bytes = [0] * len(step.values)  # of this mask
         for save in step.saved:
             if save.value >= 0:
                 self.consumers[save.value] += 1
@@ -127,7 +116,6 @@ class Simulation:
         self.peak_events = [0]  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
         self._note_events()
-        self.event_tuples = [tuple(event) for event in self.events]  # which are unpacked faster
 
     def _note_events(self) -> None:
         """Note the events that depend on the choice, each with those after it that do not merged into it."""
@@ -158,9 +146,13 @@ class Simulation:
     def run(self, kept: Sequence[bool]) -> Trial:
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
 
-        `kept`: for each value, after `extended`; True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`.
+        `kept`: for each value, True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`. A leader's choice
+        counts for all values that its recipe computes, and chains are cut as by the recorder: see `Trial.kept`.
         """
-        return Run(self, kept).trial()
+        extended = [kept[leader] for leader in self.leaders]
+        if extended.count(False) > LONGEST_PLANNED:
+            self._cut_chains(extended)
+        return Run(self, extended).trial()
 
     def consumers_of(self, kept: Sequence[bool]) -> list[int]:
         """For each value, how many operations and recipes read it."""
@@ -174,20 +166,13 @@ class Simulation:
 
     def peak_of(self, kept: Sequence[bool]) -> str:
         """The call and the module at the peak of a choice."""
-        levels = self.run(self.extended(kept)).levels
-        event = self.peak_events[levels.index(max(levels))]
+        trial = self.run(kept)
+        event = self.peak_events[trial.levels.index(trial.peak)]
         return next((place for end, place in self.step.places if end > event), "the end of the backward pass")
-
-    def extended(self, kept: Sequence[bool]) -> list[bool]:
-        """The choice for each leader, for all values that its recipe computes. Chains are cut as by the recorder."""
-        extended = [kept[leader] for leader in self.leaders]
-        if extended.count(False) > LONGEST_PLANNED:
-            self._cut_chains(extended)
-        return extended
 
     def _cut_chains(self, kept: list[bool]) -> None:
         """Keep values where too many recipes would follow one another."""
-        depths = _filled(len(kept), 0)
+        depths = [0] * len(kept)
         for number in range(len(kept)):
             if not kept[number]:
                 depths[number] = 1 + max([depths[i] for i in self.inputs[number]], default=0)
@@ -219,15 +204,15 @@ class Run(_Levels):
                 self.memories[number] = -1
             elif 0 < simulation.sign_consumers[number] == self.consumers[number]:
                 self.kept_memories[number] = self.first_sign_memory + number
-        self.consumers_left = _filled(count, 0)  # consumers that may still read each value
-        self.members_needed = _filled(count, 0)  # of a leader: values of its recipe that have such consumers
-        self.read_counts = _filled(count, 0)  # how often each was read in this backward pass
+        self.consumers_left = [0] * count  # consumers that may still read each value
+        self.members_needed = [0] * count  # of a leader: values of its recipe that have such consumers
+        self.read_counts = [0] * count  # how often each was read in this backward pass
         self.memories_in_use: dict[int, int] = {}  # number of a save -> where a running operation reads it
         end = len(simulation.events)
-        self.needed_from = _filled(count, end)
-        self.first_read = _filled(count, end)
-        self.last_read = _filled(count, -1)
-        self.run_counts = _filled(count, 0)  # of the recipe of each leader
+        self.needed_from = [end] * count
+        self.first_read = [end] * count
+        self.last_read = [-1] * count
+        self.run_counts = [0] * count  # of the recipe of each leader
         self.event_number = 0
 
     def trial(self) -> Trial:
@@ -250,7 +235,7 @@ class Run(_Levels):
             is_kept and memory < first_sign_memory
             for is_kept, memory in zip(self.kept, self.kept_memories, strict=True)
         ]
-        for index, (kind, number, value, rise, change) in enumerate(self.simulation.event_tuples):
+        for index, (kind, number, value, rise, change) in enumerate(self.simulation.events):
             self.event_number = index
             self.highest = self.level
             if kind == _SAVE:
@@ -389,4 +374,4 @@ class Run(_Levels):
         for number, memory in enumerate(self.memories):
             if memory >= 0 and not self.kept[number]:
                 self._forget(number)
-        self.read_counts = _filled(len(self.kept), 0)
+        self.read_counts = [0] * len(self.kept)

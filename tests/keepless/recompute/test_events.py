@@ -59,7 +59,7 @@ class Simulated(Run):
     def __init__(self, step: Step, kept: list[bool], saves: set[int]):
         simulation, self.noted, self.saves = Simulation(step), list[Event](), saves
         super().__init__(simulation, kept)
-        simulation.event_tuples = map(self.begins, simulation.event_tuples)
+        simulation.events = map(self.begins, simulation.events)
         self.trial()
 
     def note(self, kind: str, save: int) -> None:
@@ -166,7 +166,7 @@ def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Eve
         parameter.grad = torch.zeros_like(parameter)
     step, saves = counted(network, x, passes)
     kept = [value.kind == Kind.KEPT or (value.kind == Kind.FREE and draws.random() < share) for value in step.values]
-    kept = Simulation(step).extended(kept)
+    kept = Simulation(step).run(kept).kept
     plan, noted = Choice(0, 0.0, tuple(kept)).plan(step), set[int]()
     recording = Advised(Advice(), ByPlan(plan), inputs=[x])
 

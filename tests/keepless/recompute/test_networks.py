@@ -15,7 +15,7 @@ from keepless.norms.bn_act import norm_and_activation
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice
-from keepless.recompute.step.simulation import plain_peak, simulate
+from keepless.recompute.step.simulation import Simulation, plain_peak
 from keepless.recompute.step.step import Kind
 from tests.keepless.recompute.ahead import peak_of, step
 from tests.keepless.recompute.networks import COUNTED, IMAGES, OURS, residuals
@@ -59,7 +59,7 @@ def test_any_plan_is_exact_and_takes_the_bytes_that_are_simulated(make, shape, i
         assert all(map(torch.equal, step(network, x, plan), step(reference, x)))
         if is_known:
             measured = peak_bytes(lambda: step(network, x, plan), "cpu")  # noqa: B023
-            assert simulate(counted, kept).peak == pytest.approx(measured, rel=0.03)
+            assert Simulation(counted).run(kept).peak == pytest.approx(measured, rel=0.03)
 
 
 def test_layers_that_overwrite_their_input_are_not_repeated():

@@ -14,7 +14,7 @@ from keepless import recompute_activations
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice, frontier, pareto, segmented
-from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
+from keepless.recompute.step.simulation import Simulation, plain_peak
 from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
 from keepless.units import size_text
 from tests.keepless.recompute.ahead import peak_of, plans_of, step
@@ -72,9 +72,8 @@ def best(step: Step) -> list[Choice]:
         kept = [value.kind == Kind.KEPT for value in values]
         for number, is_kept in zip(free, drawn, strict=True):
             kept[number] = is_kept
-        kept = simulation.extended(kept)
         outcome = simulation.run(kept)
-        choices.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
+        choices.append(Choice(outcome.peak, outcome.seconds, tuple(outcome.kept)))
     return pareto(choices)
 
 
@@ -148,7 +147,7 @@ def test_layers_of_one_size_are_cut_into_segments():
     """At the peak, a step of n layers holds about 2 sqrt(n) results."""
     network = nn.Sequential(*(module for _ in range(50) for module in (nn.Linear(8, 8), nn.GELU())))
     rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
-    assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 100**0.5 * 8 * 8 * 4
+    assert min(Simulation(rehearsed).run(kept).peak for kept in segmented(rehearsed)) < 3 * 100**0.5 * 8 * 8 * 4
 
 
 class Texts(nn.Module):
@@ -182,9 +181,9 @@ def test_segments_reach_the_peak_of_checkpoints_with_the_same_gradients(encoders
     expected = step(network, words)
     checkpointed_peak = peak_bytes(lambda: step(checkpointed, words), "cpu")
     traced = counted_step(network, (words,), {})
-    kept = min(segmented(traced), key=lambda kept: simulate(traced, kept).peak)
+    kept = min(segmented(traced), key=lambda kept: Simulation(traced).run(kept).peak)
     plan = Choice(0, 0.0, tuple(kept)).plan(traced)
     assert all(map(torch.equal, step(network, words, plan), expected))
     planned_peak = peak_bytes(lambda: step(network, words, plan), "cpu")
     assert planned_peak <= checkpointed_peak
-    assert simulate(traced, kept).peak == pytest.approx(planned_peak, rel=0.03)
+    assert Simulation(traced).run(kept).peak == pytest.approx(planned_peak, rel=0.03)
