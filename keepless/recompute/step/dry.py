@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...inputs import Network, tensors_in
-from ...saved import gradient_dtype, is_ordinary
+from ...saved import ShapeOnly, gradient_dtype, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -25,7 +25,6 @@ from ...torch_internals import (
     with_dispatch_modes_off,
     without_cached_weights,
 )
-from .costs import TensorSpec
 from .counting import CountedRecording, Counting
 from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
 from .step import Step
@@ -41,14 +40,12 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.specs = [
-            TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
-        ]
+        ctx.shapes = [ShapeOnly(tensor) for tensor in tensors]
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
-        return tuple(spec.empty() for spec in ctx.specs)
+        return tuple(shape.get() for shape in ctx.shapes)
 
 
 def differentiable(outputs: object) -> list[Tensor]:
@@ -143,15 +140,6 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
 
 
-class _SilentDDP(nn.Module):
-    """Stands for a `DistributedDataParallel`, and does not communicate."""
-
-    module: nn.Module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
 class _DryMode(FakeTensorMode):
     """A fake tensor mode whose tensors raise an error if they are used after it has ended."""
 
@@ -198,8 +186,7 @@ def on_copy(
     other processes: what they would send is taken to equal its own tensors.
 
     Raises:
-        RuntimeError: the copy reads tensors of the network itself; the network cannot be copied; FSDP2 has sharded it,
-            and tensors are real.
+        RuntimeError: the copy reads tensors of the network itself; the network cannot be copied.
         Exception: whatever `run` raises.
     """
     mode: Any = nullcontext()
@@ -212,8 +199,6 @@ def on_copy(
         inputs = tensors_in((args, kwargs))
         memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs}
     sharded = add_copies_without_fsdp2(network, mode, memo)
-    if sharded and not is_fake:
-        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors")
     try:
         with with_dispatch_modes_off():
             copied = _deep_copies(network, args, kwargs, sharded, memo)
@@ -230,13 +215,15 @@ def _deep_copies(
 ) -> tuple[Network, Any, Any]:
     """Copy a network and its arguments. RuntimeError if that is impossible."""
     parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
-    memo |= {id(module): object.__new__(_SilentDDP) for module in parallel}
+    memo |= {id(module): object.__new__(DistributedDataParallel) for module in parallel}
     try:
         for module, empty in sharded:
             vars(empty).update(copy.deepcopy(attributes_without_fsdp2(module), memo))
         for module in parallel:
             attributes = {name: vars(module)[name] for name in vars(nn.Module())}
-            vars(memo[id(module)]).update(copy.deepcopy(attributes, memo))
+            copied_module = memo[id(module)]
+            vars(copied_module).update(copy.deepcopy(attributes, memo))
+            vars(copied_module)["forward"] = copied_module.module.__call__  # it does not communicate
         copied = copy.deepcopy((network, args, kwargs), memo)
     except Exception as error:
         raise RuntimeError(f"the network cannot be copied for a dry step ({text_of(error)}); {_INSTEAD}") from error
