@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ def is_measuring() -> bool:
     return _profiler.locked()
 
 
-class TensorSpec(NamedTuple):
-    """Shape, strides, dtype and device of a tensor."""
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor. PyTorch's `tree_map` sees it as a leaf."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -78,7 +80,7 @@ class Operator(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        leaves = (leaf for part in self.arguments for leaf in (part if type(part) is tuple else (part,)))
+        leaves = (leaf for part in self.arguments for leaf in (part if isinstance(part, tuple) else (part,)))
         return computing_device(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
 
     def call_on_ones(self) -> Callable[[], Any]:
@@ -93,7 +95,7 @@ class Operator(NamedTuple):
 
 def _allocated(argument: Any) -> Any:
     """An argument with tensors of ones in place of `TensorSpec`s."""
-    if type(argument) is tuple:
+    if isinstance(argument, tuple):
         return [_allocated(part) for part in argument]
     return argument.tensor() if isinstance(argument, TensorSpec) else argument
 
@@ -108,7 +110,7 @@ def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     arguments = []
     for argument in (*args, *kwargs.values()):
         spec = tuple(map(spec_of, argument)) if isinstance(argument, (list, tuple)) else spec_of(argument)
-        if spec is NotImplemented or (type(spec) is tuple and NotImplemented in spec):
+        if spec is NotImplemented or (isinstance(spec, tuple) and NotImplemented in spec):
             return None
         arguments.append(spec)
     return Operator(function, tuple(arguments), tuple(kwargs))
@@ -194,7 +196,7 @@ def results_of(operator: Operator) -> Any:
 
 
 def _warm_up(operator: Operator) -> None:
-    """Run an operator on ones, and note its first run. One that fails costs nothing; without memory nothing is noted."""
+    """Note an operator's first run, on ones. One that fails costs nothing; without memory, nothing is noted."""
     try:
         result, seconds = seconds_of(operator.call_on_ones(), operator.device)
         _first_runs[operator] = tree_map(spec_of, result), seconds

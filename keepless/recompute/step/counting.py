@@ -153,12 +153,10 @@ class Counting(Trace):
         Autograd adds a gradient to the one that is there. If there is none, it takes the new one over, or copies one
         that is laid out otherwise or that something else holds.
         """
-        handles: list[Any] = []
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.is_leaf and is_ordinary(parameter):
-                handles.append(parameter.register_hook(partial(self.gradient_comes, parameter)))
-                handles.append(parameter.register_post_accumulate_grad_hook(self.gradient_came))
-        return handles
+        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
+        trained = [parameter for parameter in trained if is_ordinary(parameter)]
+        handles = [parameter.register_hook(partial(self.gradient_comes, parameter)) for parameter in trained]
+        return handles + [parameter.register_post_accumulate_grad_hook(self.gradient_came) for parameter in trained]
 
     @ends_watch
     def gradient_comes(self, parameter: Tensor, gradient: Tensor | None) -> None:
@@ -219,11 +217,6 @@ class Counting(Trace):
         step = self.step_of(events, list(map(_seconds, self.operators)), operations, host)
         coming = [*self._coming, *staying]
         return step._replace(places=self._named_places(network), gradients=self.gradient_bytes, coming=coming)
-
-    def note_temporary(self, size: int, like: Tensor) -> None:
-        """Note so many bytes that are needed for a moment."""
-        self.events.append((Event.BUSY, len(self.operators)))
-        self.operators.append(RunOperator(None, 0, 0, spec_of(like), size))
 
     def note_place(self, function: Any) -> None:
         """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
@@ -286,7 +279,6 @@ def _seconds(ran: RunOperator) -> float:
 
 
 def _temporary_bytes(ran: RunOperator) -> int:
-    """Temporary bytes."""
     cost = None if ran.operator is None else cost_of(ran.operator)
     return ran.temporaries if cost is None else cost.temporaries
 
@@ -396,13 +388,7 @@ class Allocations(MadeTensors):
         """Fake tensors like the operator's results on real tensors; None if these are unknown."""
         operator = operator_of(function, args, kwargs)
         results = None if operator is None else results_of(operator)
-        if results is None:
-            return None
-
-        def is_spec(leaf: Any) -> bool:
-            return isinstance(leaf, TensorSpec)
-
-        return tree_map(lambda leaf: leaf.empty() if is_spec(leaf) else leaf, results, is_leaf=is_spec)
+        return tree_map(lambda leaf: leaf.empty() if isinstance(leaf, TensorSpec) else leaf, results)
 
     def note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note the costs of an operator that has run."""

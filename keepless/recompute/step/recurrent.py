@@ -1,6 +1,7 @@
 """Workspaces and temporary memory of recurrent layers, which fake tensors do not show."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _resized_layer(operator: Operator, steps: int, sequences: int) -> Operator:
             else:
                 shape = (steps, sequences, argument.shape[-1])[-len(argument.shape) :]
             stride = torch.empty(shape, device="meta").stride()
-            arguments[i] = argument._replace(shape=shape, stride=stride)
+            arguments[i] = replace(argument, shape=shape, stride=stride)
     return operator._replace(arguments=tuple(arguments))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...saved import is_ordinary
 from ...torch_internals import dispatch_modes, node_number, push_dispatch_mode
-from .counting import CountedRecording, Counting
+from .costs import spec_of
+from .counting import CountedRecording, Counting, RunOperator
 from .dry import differentiable
 from .step import Event
 from .trace import ends_watch, nodes_of
@@ -66,7 +67,8 @@ class Watch(Counting):
         tensors = tensors_in(outputs)
         self.forward_ends(tensors)
         for start in differentiable(outputs):  # the loss is not seen: a mean square stands for it
-            self.note_temporary(_LOSS * start.nbytes, start)
+            self.events.append((Event.BUSY, len(self.operators)))
+            self.operators.append(RunOperator(None, 0, 0, spec_of(start), _LOSS * start.nbytes))
         nodes = [node for node in nodes_of(tensors) if type(node).__name__ != "AccumulateGrad"]
         nodes = [node for node in nodes if node_number(node) >= self.storages.first_node_number]
         memories = [self.allocations.memory(tensor) for tensor in tensors if is_ordinary(tensor)]
