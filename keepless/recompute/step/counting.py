@@ -440,7 +440,7 @@ class CountedRecording(Recording):
         return self.counting.pack
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
-        self.counting.decide(rule, call, result)
+        self.counting.note_call(rule, call, result)
 
     def run(self, call: Call) -> Any:
         counting = self.counting

@@ -87,7 +87,6 @@ class Trace(Registry):
         self.saved: list[Save] = []
         self.events: list[tuple[Event, int] | Gone] = []
         self.calls: list[tuple[Any, int]] = []
-        self.result_bytes = 0  # bytes of all results so far
         self.forward = -1  # number of events in the forward pass, once it has ended
         self._pass: weakref.ref[Any] | None = None  # what the running backward pass calls at its end
         self.call_spans: list[tuple[int, _CallSpan]] = []  # values, and the calls that compute them
@@ -117,7 +116,7 @@ class Trace(Registry):
             if isinstance(value.source, Recipe):
                 self._add(value, self._step_value(Kind.DERIVED, tensor, _inputs(value.source)))
             else:
-                self._add(value, self._step_value(Kind.KEPT, tensor, ()))
+                self._add(value, self._step_value(Kind.KEPT, tensor))
                 value.storage = self.place(tensor)
         return super().remember(tensor, value)
 
@@ -138,23 +137,14 @@ class Trace(Registry):
         return value
 
     def _step_value(
-        self,
-        kind: Kind,
-        tensor: Tensor,
-        inputs: tuple[int, ...],
-        call: int = -1,
-        again: Again | None = None,
-        leader: int = -1,
+        self, kind: Kind, tensor: Tensor, inputs: tuple[int, ...] = (), call: int = -1, is_fresh: bool = False
     ) -> StepValue:
-        """Describe a value of the step. `inputs`: what its recipe reads. `again`: how to repeat its call."""
+        """Describe a value of the step. `inputs`: what its recipe reads."""
         memory = self.place(tensor)
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
-        alias = -1 if again is not None and again.fresh else next(sharing, -1)
+        alias = -1 if is_fresh else next(sharing, -1)
         size = 0 if alias >= 0 else max(tensor.nbytes, spec_of(tensor).size)
-        value = StepValue(kind, memory, size, inputs, alias, call, leader=leader)
-        if again is None:
-            return value
-        return value._replace(is_fresh=again.fresh, overwrites=again.can_overwrite and bool(inputs))
+        return StepValue(kind, memory, size, inputs, alias, call, is_fresh=is_fresh)
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
         """As for the recorder, but a value that could be recomputed is fixed only once something has read it."""
@@ -169,13 +159,13 @@ class Trace(Registry):
         self._change(value.number, memory=self.place(copy))
 
     def is_lost(self, value: Value, overwritten: Tensor) -> bool:
-        """Likewise, of a value that may be recomputed instead of kept in this memory."""
+        """Whether a value, or one from which it follows, is always kept in the memory of an overwritten tensor."""
         memory = self.place(overwritten)
         values = [self.values[number] for number in self._sources(value, memory)]
         return any(source.kind == Kind.KEPT and source.memory == memory for source in values)
 
     def note_read_when_overwritten(self, value: Value, overwritten: Tensor) -> None:
-        """The values in this memory from which it follows are always recomputed from now on."""
+        """A recipe reads a value that a call has overwritten: no plan may keep it, nor what it follows from, there."""
         memory = self.place(overwritten)
         for number in self._sources(value, memory):
             if self.values[number].memory == memory and self.values[number].kind == Kind.FREE:
@@ -203,7 +193,7 @@ class Trace(Registry):
                 self._change(number, memory=len(self.sizes) - 1)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
-        """Likewise: these values stay there."""
+        """Let autograd read what it has saved of a memory from the memory itself: no plan recomputes these values."""
         for saved, _ in memory.take_saves():
             self._change(saved.value.number, kind=Kind.KEPT, inputs=())
         self.note_overwritten(tensor, len(self.values))
@@ -211,39 +201,46 @@ class Trace(Registry):
     # Calls
 
     @ends_watch
-    def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
-        """Note the values that a call with a rule gives a plan to choose from."""
-        number = len(self.calls)
-        self.result_bytes += result.nbytes
-        self.calls.append((call.function, self.result_bytes))
+    def note_call(self, rule: Rule, call: Call, result: Tensor) -> None:
+        """Note the values that a call with a rule gives a plan to choose from: its result, and what it saves inside."""
+        self.calls.append((call.function, result.nbytes + (self.calls[-1][1] if self.calls else 0)))
+        has_mask = call.row.mask is not None and bool(call.inside)
         again = how_to_repeat(self, rule, call, result)
-        mask = None
-        if call.row.mask is not None and call.inside:
-            mask = how_to_repeat(self, call.row.mask, call, result)
+        mask = how_to_repeat(self, call.row.mask, call, result) if has_mask else None
         value = self.names.find(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
         span = _span_of_call(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
-        draws = any(recipe is not None and recipe.draws for recipe in (again, mask))
-        state = self._random_state(result) if draws else ()
-        inputs = () if again is None else _inputs(again) + (state if again.draws else ())
+        state = self._random_state(result, again, mask)
         if again is None:
-            self.values[value.number] = self._step_value(Kind.KEPT, result, (), number)
-        elif not parts or call.row.mask is not None:
-            self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, again)
-            self.call_spans.append((value.number, span))
-        else:  # it makes them all at once
-            self.values[value.number] = self._step_value(Kind.FREE, result, inputs, number, leader=parts[0])
-            self._note_inside(parts, inputs, Flag.AGAIN, number)
-            memories = {self.values[i].memory for i in (*parts, value.number)}
-            extra_bytes = sum(self.sizes[memory] for memory in memories)
-            self.call_spans.append((parts[0], span._replace(extra_bytes=extra_bytes)))
+            self.values[value.number] = self._step_value(Kind.KEPT, result, call=len(self.calls) - 1)
+        else:
+            inputs = _inputs(again) + (state if again.draws else ())
+            self._note_recipe(again, inputs, result, value.number, [] if has_mask else parts, span)
         if mask is not None:
-            self._note_inside(parts, _inputs(mask) + state, Flag.MASK, number)
+            self._note_inside(parts, _inputs(mask) + state, Flag.MASK)
             self.call_spans.append((parts[0], _span_of_mask(span, call, result)))
         for saved in call.replaceable:
             saved.read_instead(value)
             self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
         self._share_value_with_base(value, again, call, result)
+
+    def _note_recipe(
+        self, again: Again, inputs: tuple[int, ...], result: Tensor, number: int, parts: list[int], span: _CallSpan
+    ) -> None:
+        """Note that a recipe computes the result of the last call, and with it the parts that the call saves inside.
+
+        `number`: the result's.
+        """
+        call = len(self.calls) - 1
+        if not parts:
+            value = self._step_value(Kind.FREE, result, inputs, call, again.fresh)
+            self.values[number] = value._replace(overwrites=again.can_overwrite and bool(inputs))
+            self.call_spans.append((number, span))
+            return
+        self.values[number] = self._step_value(Kind.FREE, result, inputs, call)._replace(leader=parts[0])
+        self._note_inside(parts, inputs, Flag.AGAIN)
+        memories = {self.values[i].memory for i in (*parts, number)}
+        self.call_spans.append((parts[0], span._replace(extra_bytes=sum(self.sizes[memory] for memory in memories))))
 
     def _postpone_drops(self, first_event: int, parts: list[int]) -> int:
         """Let a call drop what it saves inside when it ends, as by a recorder. Returns the number of the first drop."""
@@ -275,12 +272,14 @@ class Trace(Registry):
                 self.saved[number] = save._replace(value=value.number)
                 value.count_consumer(1)
 
-    def _random_state(self, result: Tensor) -> tuple[int, ...]:
-        """The state of the generator, which a recipe that draws again holds. On CUDA it is in host memory."""
-        return () if result.is_cuda else (self._kept_alone(STATE_BYTES).number,)
+    def _random_state(self, result: Tensor, *recipes: Again | None) -> tuple[int, ...]:
+        """The state of the generator, which recipes that draw again hold. On CUDA it is in host memory."""
+        draws = any(recipe is not None and recipe.draws for recipe in recipes)
+        return (self._kept_alone(STATE_BYTES).number,) if draws and not result.is_cuda else ()
 
-    def _note_inside(self, parts: list[int], inputs: tuple[int, ...], flag: int, call: int) -> None:
-        """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
+    def _note_inside(self, parts: list[int], inputs: tuple[int, ...], flag: int) -> None:
+        """Note that what the last call has saved inside can be recomputed; the first of these values has the costs."""
+        call = len(self.calls) - 1
         for number in parts:
             self._change(number, kind=Kind.FREE, inputs=inputs, call=call, leader=parts[0], flag=flag)
 
@@ -311,7 +310,7 @@ class Trace(Registry):
                 unpacking = unpacking_bytes(tensor)
         else:  # only a shape: an empty tensor is made for its consumer
             value = len(self.values)
-            self.values.append(self._step_value(Kind.DERIVED, tensor, ()))
+            self.values.append(self._step_value(Kind.DERIVED, tensor))
         self.saved.append(Save(value, signs, self.place(tensor), unpacking))
         self._note_held(packed, Event.SAVE, Event.RELEASE, packed.number)
 
@@ -354,7 +353,7 @@ class Trace(Registry):
     def step_of(
         self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
     ) -> Step:
-        """The step with these events, whose operators took these seconds. `host`: see `host_seconds`."""
+        """The step with these events; the seconds and operations are of its operators. `host`: see `host_seconds`."""
         leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(self.values)]
         save_counts = Counter(leaders[save.value] for save in self.saved if save.value >= 0)
         host_costs = [host * (_REPEATS + _SAVES * save_counts[number]) for number in range(len(self.values))]
