@@ -76,7 +76,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         if config.data.verify and first:
             for doubt in verify_with_progress(dataset, console, "image", None):
                 logger.warning(doubt)
-    evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state.get("random")))
+    evaluated = task.evaluate(forward, dataset, config, options, world, console, ranks_of(state))
 
     results = {}
     if dataset.has_labels:

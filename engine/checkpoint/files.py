@@ -2,7 +2,6 @@
 
 import errno
 import os
-import reprlib
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,31 +32,6 @@ NEEDED = ("task", "step", "config", "classes", "network")
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "scores", "data")  # only to resume a run
 _ALONE = "scripts.convert_checkpoint"
-_COUNT = range(2**63)
-_BYTE = range(256)
-# What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
-_PARTS: dict[str, tuple[Any, str]] = {
-    "task": (str, "a text"),
-    "step": (_COUNT, "a whole number, 0 or more"),
-    "config": ({str: object}, "a dictionary"),
-    "classes": ([str], "a list of names"),
-    "network": ({str: Tensor}, "tensors by name"),
-    "ema": ({str: Tensor}, "tensors by name"),
-    "ema_updates": (_COUNT, "a whole number, 0 or more"),
-    "optimizer": ({str: object}, "a dictionary"),
-    "scaler": ({str: object}, "a dictionary"),
-    "palette": ([(_BYTE, _BYTE, _BYTE)], "a list of colours, each 3 numbers from 0 to 255"),
-    "label_ids": ([_BYTE], "a list of numbers from 0 to 255"),
-    "mean_image": (Tensor, "a tensor"),
-    "total_steps": (_COUNT, "a whole number, 0 or more"),
-    "finished": (bool, "true or false"),
-    "scores": ([(_COUNT, float | int)], "a step and a score for each evaluation"),
-    "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
-    "data": ({str: (str, str, str)}, "three texts for each split"),
-    "parts": ([{str: object}], "a dictionary for each process"),
-    "plugins": ({str: {str: str}}, "a checksum for each file of each plugin"),
-}
-
 
 _warn_once = cache(logger.warning)
 
@@ -199,46 +173,12 @@ def checked(state: object, path: Path) -> dict:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
-    for part, (kind, expected) in _PARTS.items():
-        if part in state and not _fits(state[part], kind) and (part, state[part]) != ("best", None):
-            raise ValueError(
-                f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {expected}. {RESTORE}"
-            )
-    for part in ("palette", "label_ids"):
-        if part in state and len(state[part]) != len(state["classes"]):
-            counts = f"{len(state[part])} entries for {len(state['classes'])} classes"
-            raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
-    step = state["step"]
-    best = state.get("best")
-    is_possible = {
-        "best": best is None or (best[0] <= step and 0 <= best[1] <= 1),
-        "ema_updates": 0 < state.get("ema_updates", 1) <= max(step, 1),
-        "mean_image": "mean_image" not in state or state["mean_image"].shape[:-2] == (3,),
-    }
-    impossible_part = next((part for part in is_possible if not is_possible[part]), None)
-    if impossible_part is not None:
-        value = reprlib.repr(state[impossible_part])
-        raise ValueError(f"checkpoint {path} of step {step}: {impossible_part} cannot be {value}. {RESTORE}")
     return state
 
 
 def has_ended(state: dict) -> bool:
     """Whether a checkpoint is the end of its run. A file without a training does not say so, and is."""
     return state.get("finished", True)
-
-
-def _fits(value: object, kind: Any) -> bool:
-    """Whether a value has a type, lies in a range, or is a list [entry], a list (first, second, …) or {name: entry}."""
-    if isinstance(kind, range):
-        return type(value) is int and value in kind
-    if isinstance(kind, dict):
-        (pair,) = kind.items()
-        return isinstance(value, dict) and all(_fits(entry, pair) for entry in value.items())
-    if isinstance(kind, list):
-        return isinstance(value, (list, tuple)) and all(_fits(entry, kind[0]) for entry in value)
-    if isinstance(kind, tuple):
-        return isinstance(value, (list, tuple)) and len(value) == len(kind) and all(map(_fits, value, kind))
-    return isinstance(value, kind)
 
 
 def read(path: Path) -> object:
@@ -282,18 +222,7 @@ def load_network(
     ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`,
     and there must be no doubt about their order), or the weights do not fit or are not finite.
     """
-    trained = tuple(state["classes"])
-    if "unnamed_classes" in state and len(trained) == len(classes):
-        if trained != tuple(classes):
-            check_order(classes, f"checkpoint {source}", order_key)
-            logger.info(f"checkpoint {source} does not name its {len(trained)} classes: only their number was compared")
-    elif trained != tuple(classes):
-        is_sorted_otherwise = order_key is not None and {*trained} == {*classes}
-        advice = f"give {order_key}=numbers or text" if is_sorted_otherwise else "evaluate it on its own dataset"
-        raise ValueError(
-            f"checkpoint {source} was trained on {len(trained)} classes and the dataset has {len(classes)}; "
-            f"{first_difference(trained, classes)}: {advice}"
-        )
+    _check_classes(state, classes, source, order_key)
     network = make()
     weights = state["ema" if averaged and "ema" in state else "network"]
     try:
@@ -310,3 +239,19 @@ def load_network(
             f"{advice_if_damaged(source) or 'give an earlier checkpoint'}"
         )
     return network
+
+
+def _check_classes(state: dict, classes: Sequence[str], source: Path, order_key: str | None) -> None:
+    """ValueError unless a checkpoint was trained on these classes: see `load_network`."""
+    trained = tuple(state["classes"])
+    if "unnamed_classes" in state and len(trained) == len(classes):
+        if trained != tuple(classes):
+            check_order(classes, f"checkpoint {source}", order_key)
+            logger.info(f"checkpoint {source} does not name its {len(trained)} classes: only their number was compared")
+    elif trained != tuple(classes):
+        is_sorted_otherwise = order_key is not None and {*trained} == {*classes}
+        advice = f"give {order_key}=numbers or text" if is_sorted_otherwise else "evaluate it on its own dataset"
+        raise ValueError(
+            f"checkpoint {source} was trained on {len(trained)} classes and the dataset has {len(classes)}; "
+            f"{first_difference(trained, classes)}: {advice}"
+        )

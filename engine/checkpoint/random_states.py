@@ -19,41 +19,34 @@ def random_states(world: World) -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: Any, world: World) -> None:
+def restore_random_states(states: dict[str, Any], world: World) -> None:
     """Restore this rank's state.
 
     With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
-    is logged, as for another number of threads on CPUs. ValueError: `states` are not from `random_states`.
+    is logged, as for another number of threads on CPUs.
     """
-    try:
-        cpu = states["cpu"]
-        cuda = states["cuda"]
-        saved_threads = states["threads"]
-        saved_devices = len(cpu), "cuda" if cuda else "cpu"
-        devices = world.size, world.device.type
-        torch.set_rng_state(cpu[world.rank if saved_devices == devices else 0])
-        if saved_devices == devices and cuda:
-            torch.cuda.set_rng_state(cuda[world.rank], world.device)
-    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise ValueError("it has no states of random number generators") from error
-    if saved_devices == devices:
-        threads = torch.get_num_threads()
-        if world.first and not cuda and saved_threads != threads:
+    saved_size = len(states["cpu"])
+    saved_type = "cuda" if states["cuda"] else "cpu"
+    if (saved_size, saved_type) != (world.size, world.device.type):
+        torch.set_rng_state(states["cpu"][0])
+        torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
+        if world.first:
             logger.warning(
-                f"the run was on {saved_threads} threads and continues on {threads}: it rounds otherwise; "
-                f"OMP_NUM_THREADS={saved_threads} keeps it bitwise identical"
+                f"the run was on {saved_size} x {saved_type} and continues on {world.size} x {world.device.type}: at "
+                f"the same step with the same samples, but dropout draws other numbers, and unsynchronised norms see "
+                f"{saved_size / world.size:.3g} times as many crops"
             )
         return
-    torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
-    if world.first:
+    torch.set_rng_state(states["cpu"][world.rank])
+    if saved_type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"][world.rank], world.device)
+    elif world.first and states["threads"] != torch.get_num_threads():
         logger.warning(
-            f"the run was on {len(cpu)} x {saved_devices[1]} and continues on {world.size} x {world.device.type}: at "
-            f"the same step with the same samples, but dropout draws other numbers, and unsynchronised norms see "
-            f"{len(cpu) / world.size:.3g} times as many crops"
+            f"the run was on {states['threads']} threads and continues on {torch.get_num_threads()}: it rounds "
+            f"otherwise; OMP_NUM_THREADS={states['threads']} keeps it bitwise identical"
         )
 
 
-def ranks_of(states: Any) -> int:
-    """How many ranks `random_states` are of; 1 if there are none."""
-    cpu = states.get("cpu") if isinstance(states, dict) else None
-    return len(cpu) if isinstance(cpu, list) and cpu else 1
+def ranks_of(state: dict) -> int:
+    """How many ranks have trained a checkpoint; 1 for a file without a training."""
+    return len(state["random"]["cpu"]) if "random" in state else 1

@@ -159,7 +159,7 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
         views = assemble.views(options, config.data)
-        at_once = assemble.at_once(config, forward.mean.device, ranks_of(state.get("random")))
+        at_once = assemble.at_once(config, forward.mean.device, ranks_of(state))
         return Segmenter(forward, classes, state["palette"], ids, views, at_once, range16=data.range16, shown=shown)
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])

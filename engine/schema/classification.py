@@ -8,7 +8,7 @@ from datasets.class_names import ORDERS, two_orders
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, if_changed
 from engine.schema.keys import choice, group, key
-from engine.schema.training import Trainer, TrainingRun
+from engine.schema.training import Extent, Trainer, TrainingRun
 
 
 @dataclass
@@ -128,19 +128,11 @@ class ClassificationRun(TrainingRun):
                 f"from 0 to 255: leave one of them out"
             )
 
-    def doubts(
-        self,
-        class_count: int,
-        image_count: int,
-        process_count: int,
-        step_count: int,
-        shared_count: int = 0,
-        official_class_count: int | None = None,
-    ) -> Iterator[str]:
-        yield from super().doubts(class_count, image_count, process_count, step_count, shared_count)
-        if official_class_count not in (None, class_count):
-            folder_text = f"data.root={self.data.root} holds {class_count} classes, one per folder"
-            yield f"{folder_text}; {self.data.name} has {official_class_count}"
+    def doubts(self, extent: Extent) -> Iterator[str]:
+        yield from super().doubts(extent)
+        if extent.official_class_count not in (None, extent.class_count):
+            folder_text = f"data.root={self.data.root} holds {extent.class_count} classes, one per folder"
+            yield f"{folder_text}; {self.data.name} has {extent.official_class_count}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""

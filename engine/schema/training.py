@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from datasets.stored import COLOURS
 from engine.schema.additions import Augmentation, Logger, Plugins, Score
@@ -25,6 +25,17 @@ OF_OTHERS = (  # for messages about a file that is not a checkpoint
 CAPTURE_ADVICE = "give trainer.capture=auto or false"
 FEWEST_CAPTURED = 50  # steps of a run: a capture costs a few
 PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+class Extent(NamedTuple):
+    """What a training goes over, in numbers."""
+
+    class_count: int
+    image_count: int  # of the training split
+    process_count: int
+    step_count: int
+    shared_count: int = 0  # validation images that are training images too, or copies of them
+    official_class_count: int | None = None  # as published, if it is
 
 
 @dataclass
@@ -228,39 +239,27 @@ class TrainingRun(Plugins):
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(
-        self,
-        class_count: int,
-        image_count: int,
-        process_count: int,
-        step_count: int,
-        shared_count: int = 0,
-        official_class_count: int | None = None,
-    ) -> Iterator[str]:
-        """Warnings where the settings look like a mistake, in a training of so many classes, images and so on.
-
-        `shared_count`: validation images that are training images too, or copies of them. `official_class_count`: the
-        published number of classes, if there is one.
-        """
+    def doubts(self, extent: Extent) -> Iterator[str]:
+        """Warnings where the settings look like a mistake in a training of this extent."""
         data = self.data
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             key = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
             yield f"body.{key} without initial weights keeps random ones: give init.weights=FILE or body.weights"
-        if shared_count:
+        if extent.shared_count:
             yield (
-                f"data.val_split={data.val_split}: {shared_count:,} of its images are trained on (copies under other "
-                f"names count), so their scores say nothing about other images"
+                f"data.val_split={data.val_split}: {extent.shared_count:,} of its images are trained on (copies under "
+                f"other names count), so their scores say nothing about other images"
             )
-        if image_count < data.crops_per_minibatch:
+        if extent.image_count < data.crops_per_minibatch:
             yield (
-                f"{image_count} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they "
-                f"are drawn more than once per epoch"
+                f"{extent.image_count} training images do not fill "
+                f"data.crops_per_minibatch={data.crops_per_minibatch}: they are drawn more than once per epoch"
             )
-        average_doubt = self._doubt_of_average(step_count)
+        average_doubt = self._doubt_of_average(extent.step_count)
         if average_doubt:
             yield average_doubt
-        if process_count > 1 and not self.norm.sync:
-            crops = data.crops_per_minibatch // process_count // self.trainer.accumulation_steps
+        if extent.process_count > 1 and not self.norm.sync:
+            crops = data.crops_per_minibatch // extent.process_count // self.trainer.accumulation_steps
             yield (
                 f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: "
                 f"{self.norm.to_share} shares them"

@@ -3,10 +3,17 @@
 import shlex
 from pathlib import Path
 
+import torch
+
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import override
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+
+BFLOAT16 = (  # for the log: docs/results/steps.md
+    "this device computes bfloat16: trainer.precision=bfloat16 takes about half of the memory, and a step of Table 3's "
+    "ResNeXt-101 on an H100 79 ms instead of 97, with trainer.capture 39 instead of 69"
+)
 
 
 def evaluation_command(config: TrainingRun, checkpoint: Path) -> str:
@@ -28,14 +35,10 @@ def why_ended_early(config: TrainingRun, metrics: MetricsLogger) -> str:
     return f"{metrics.evaluations_since_best} evaluations were not better than {best} (trainer.patience={patience})"
 
 
-def on_precision(config: TrainingRun) -> str | None:
-    """A line for the log of float32 trainings on a device that computes bfloat16 (docs/results/steps.md)."""
-    if config.trainer.precision != "float32" or config.norm.only_float32:
-        return None
-    return (
-        "this device computes bfloat16: trainer.precision=bfloat16 takes about half of the memory, and a step of "
-        "Table 3's ResNeXt-101 on an H100 79 ms instead of 97, with trainer.capture 39 instead of 69"
-    )
+def gains_by_bfloat16(config: TrainingRun, device: torch.device) -> bool:
+    """Whether a float32 training is on a device that computes bfloat16, and could use it."""
+    is_float32 = config.trainer.precision == "float32" and not config.norm.only_float32
+    return is_float32 and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def on_memory(config: TrainingRun, process_count: int, is_captured: bool = False) -> str:

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.console import logger
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
-from engine.training.saved_moments import check_scaler, load_moments
-from models.checkpoints.loading import listed, not_finite
+from engine.training.saved_moments import load_moments
+from models.checkpoints.loading import not_finite
 from models.forward import Forward
 from models.freezing import training_mode
 from models.private_torch import move_towards, norms_of, tree_leaves
@@ -201,15 +201,11 @@ class Learner:
         try:
             self.network.load_state_dict(state["network"])
             if self.scaler.is_enabled():
-                check_scaler(state["scaler"], self.scaler)
                 self.scaler.load_state_dict(state["scaler"])
-            load_moments(state["optimizer"], self.optimizer, state["step"])
+            load_moments(state["optimizer"], self.optimizer)
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
-            broken = not_finite(state["network"] | state.get("ema", {}))
-            if broken:
-                raise RuntimeError(f"its weights are infinite or NaN: {listed(broken)}")
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error

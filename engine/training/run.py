@@ -19,7 +19,7 @@ from engine.assemble.contracts import builder
 from engine.assemble.data import official_classes, workers_of
 from engine.assemble.network import arithmetic
 from engine.assemble.tasks import added_scores
-from engine.checkpoint.files import first_difference, has_ended
+from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
 from engine.checkpoint.part_states import restore_states, saved_states
 from engine.checkpoint.random_states import random_states, restore_random_states
@@ -35,7 +35,7 @@ from engine.records.evaluated import Dataset, Evaluated, print_results, write_re
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
-from engine.schema.training import TrainingRun
+from engine.schema.training import Extent, TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import ratio_of_scales
 from engine.training.learner import Learner, Rates
@@ -59,11 +59,10 @@ class Run(Generic[Config, Split]):
     schedule: Schedule
     files: dict[str, list[str]]  # hashes of names, sizes and the labels' numbering, by split
     console: Console
-    resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
+    resumed: dict | None = None  # the checkpoint to resume from, after `start` without what the learner has loaded
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
-    saved: dict[str, Any] = field(default_factory=dict)  # of a resumed run: what `begin` restores
     parts: dict[str, Any] = field(default_factory=dict)  # by name: what may keep a state, such as the loss
     watch: Watch | None = None  # follows the run
     loggers: dict[str, Any] = field(default_factory=dict)  # the run's own, by name
@@ -88,13 +87,9 @@ class Run(Generic[Config, Split]):
         """
         added_scores(self.config, self.val_set)  # the first evaluation is late to find what is wrong
         learner = build.learner(self.config, make, self.schedule, self.world, eager_because)
-        previous_scores: list[tuple[int, float]] = []
-        had_ended = False
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            previous_scores = self.resumed["scores"]
-            had_ended = has_ended(self.resumed)
-            self.resumed = None  # frees the memory of a network and its momentum
+            self.resumed = {part: self.resumed[part] for part in ("scores", "finished", "random", "parts")}
         elif self.config.init.weights is not None:
             self._initialise(learner)
         self._announce(learner)
@@ -107,14 +102,14 @@ class Run(Generic[Config, Split]):
             score=self.config.score,
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
-            previous_scores=previous_scores,
+            previous_scores=self.resumed["scores"] if self.resumed else (),
             patience=self.schedule.patience,
             wait_warning=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
             tell=self.tell_loggers,
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
-        if had_ended and self.start_step < self.schedule.total_steps:
+        if self.resumed and self.resumed["finished"] and self.start_step < self.schedule.total_steps:
             self._continue_ended_run()
 
     def _initialise(self, learner: Learner) -> None:
@@ -157,7 +152,6 @@ class Run(Generic[Config, Split]):
             learner.load_state_dict(state)
         except ValueError as error:
             raise self._resume_error(error, cure) from error
-        self.saved = {name: state[name] for name in ("random", "parts") if name in state}
 
     def _resume_error(self, error: ValueError, cure: str) -> ValueError:
         """An error that names the run and its checkpoint, says why the run cannot be resumed, and what to do."""
@@ -173,13 +167,12 @@ class Run(Generic[Config, Split]):
         """
         self.parts = self._parts(loss, minibatches)
         saved_states(self.parts, self.world)  # an error now is better than at the first checkpoint
-        if self.start_step:
+        if self.resumed is not None:
             try:
-                if "parts" in self.saved:  # versions before this one saved none
-                    restore_states(self.parts, self.saved["parts"], self.world)
-                restore_random_states(self.saved.get("random"), self.world)
+                restore_states(self.parts, self.resumed["parts"], self.world)
             except ValueError as error:
                 raise self._resume_error(error, "Restore the checkpoint") from error
+            restore_random_states(self.resumed["random"], self.world)
 
     def _parts(self, loss: Any, minibatches: Any) -> dict[str, Any]:
         """What may keep a state besides the network and its optimiser, by the names that messages have."""
@@ -245,38 +238,47 @@ class Run(Generic[Config, Split]):
             share_plans(self.learner.network)
 
     def _announce(self, learner: Learner) -> None:
-        """Log the size and length of the run, and warnings about unusual settings."""
-        config, world = self.config, self.world
-        steps, images = self.schedule.total_steps, len(self.train_set)
-        if world.first:
-            shared = shared_images(self.train_set, self.val_set, read_files=config.data.verify)
-            classes = len(self.train_set.classes)
-            for doubt in config.doubts(classes, images, world.size, steps, shared, official_classes(config.data)):
+        """Log warnings about unusual settings, and what is trained."""
+        if self.world.first:
+            for doubt in self.config.doubts(self._extent()):
                 logger.warning(doubt)
+        for line in self._introduction(learner):
+            logger.info(line)
+
+    def _extent(self) -> Extent:
+        """What the run goes over. Reads validation images that may be copies of training images."""
+        return Extent(
+            class_count=len(self.train_set.classes),
+            image_count=len(self.train_set),
+            process_count=self.world.size,
+            step_count=self.schedule.total_steps,
+            shared_count=shared_images(self.train_set, self.val_set, read_files=self.config.data.verify),
+            official_class_count=official_classes(self.config.data),
+        )
+
+    def _introduction(self, learner: Learner) -> Iterator[str]:
+        """Lines for the log: how the run computes, its size and length, and what to expect of the first steps."""
+        config, world = self.config, self.world
         order = config.data.order_taken(self.train_set.classes)
         if order is not None:
-            logger.info(order)
-        logger.info(self._settings(learner))
+            yield order
+        yield self._settings(learner)
         if world.first and self.watch is None and not has_passed(config):
-            logger.info(
-                "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
-            )
+            yield "no debug=resume has passed with these plugins: if one keeps something, a resumed run may differ"
         parameters = list(learner.network.parameters())
         size = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
         frozen_count = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
         if frozen_count:
             size += f", {frozen_count:,} of them frozen"
-        logger.info(
-            f"{self.directory.path}: {size}, {images} training and {len(self.val_set)} validation images, steps "
-            f"{self.start_step} to {steps} on {world.size} x {world.device.type}, data workers of each: "
-            f"{workers_of(config.data)}"
+        yield (
+            f"{self.directory.path}: {size}, {len(self.train_set)} training and {len(self.val_set)} validation images, "
+            f"steps {self.start_step} to {self.schedule.total_steps} on {world.size} x {world.device.type}, data "
+            f"workers of each: {workers_of(config.data)}"
         )
         if config.trainer.compile or config.compiles_norms(world.device.type):
-            logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
-        if world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            line = advice.on_precision(config)
-            if line is not None:
-                logger.info(line)
+            yield "the first steps may take minutes, as code is compiled and kept for later runs"
+        if advice.gains_by_bfloat16(config, world.device):
+            yield advice.BFLOAT16
 
     def _settings(self, learner: Learner) -> str:
         """For the log: initial weights, how a step computes, what is frozen, each group's rate and decay."""

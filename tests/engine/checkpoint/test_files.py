@@ -188,68 +188,6 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, key):
         checkpoint.load(tmp_path / "net.pt")
 
 
-COUNT, BYTES, COLOURS = (
-    "a whole number, 0 or more",
-    "a list of numbers from 0 to 255",
-    "a list of colours, each 3 numbers",
-)
-BEST, HASHES = "null before the first evaluation, then a step and its score", "three texts for each split"
-
-
-@pytest.mark.parametrize(
-    "part, value, expected",
-    [
-        *(("step", value, COUNT) for value in ("x", -5, 2.0, True, None)),
-        *(("total_steps", value, COUNT) for value in (-1, "9")),
-        ("ema_updates", 0.5, COUNT),
-        *(("classes", value, "a list of names") for value in ("x", ["road", 1], {"road": 0})),
-        *(
-            (part, value, "tensors by name")
-            for part in ("network", "ema")
-            for value in ("x", {"w": 1}, {3: torch.ones(1)})
-        ),
-        *(("palette", value, COLOURS) for value in ("x", [[0, 0, 0], [0, 0]], [[0, 0, 256]] * 2, [[0, 0.5, 0]] * 2)),
-        *(("label_ids", value, BYTES) for value in ([0, 300], [0, -1], [0, "1"], 3)),
-        *(("best", value, BEST) for value in ("x", [1], [1, "a"], ["a", 0.5], [-1, 0.5])),
-        *(
-            ("data", value, HASHES)
-            for value in ("x", {"training": ["a"]}, {0: ["a", "b", "c"]}, {"training": [1, 2, 3]})
-        ),
-        *(("plugins", value, "a checksum for each file") for value in (["mine"], {"mine": ["mine.py"]})),
-        ("mean_image", 0, "a tensor"),
-        *((part, [1], "a dictionary") for part in ("config", "optimizer", "scaler")),
-    ],
-)
-def test_a_part_with_other_content_is_named_with_its_value(tmp_path, part, value, expected):
-    path = tmp_path / "net.pt"
-    checkpoint.write_alone(path, {"format": checkpoint.FORMAT, **state_of(3), part: value})
-    with pytest.raises(ValueError, match=rf"(?s)^checkpoint {path}: {part} is .*; expected {expected}.*\. Restore the"):
-        checkpoint.load(path)
-
-
-@pytest.mark.parametrize(
-    "part, value",
-    [
-        *(("best", value) for value in ([4, 0.5], [1, 73.4], [1, torch.nan])),
-        *(("ema_updates", value) for value in (0, 4)),
-        *(("mean_image", torch.zeros(size)) for size in ((), (3,), (1, 4, 4))),
-    ],
-)
-def test_a_part_that_does_not_fit_the_others_is_refused(tmp_path, part, value):
-    checkpoint.save(tmp_path / "net.pt", state_of(3, best=[3, 1.0], ema_updates=3, mean_image=torch.zeros(3, 4, 4)))
-    checkpoint.load(tmp_path / "net.pt")
-    checkpoint.save(tmp_path / "net.pt", state_of(3, **{part: value}))
-    with pytest.raises(ValueError, match=rf"(?s)net.pt of step 3: {part} cannot be .*\. Restore the file"):
-        checkpoint.load(tmp_path / "net.pt")
-
-
-@pytest.mark.parametrize("part, value", [("palette", [[0, 0, 0]]), ("label_ids", [0, 1, 2])])
-def test_a_part_with_an_entry_too_few_or_too_many_is_refused(tmp_path, part, value):
-    checkpoint.save(tmp_path / "net.pt", state_of(3, **{part: value}))
-    with pytest.raises(ValueError, match=f"{part} has {len(value)} entries for 2 classes; expected one each"):
-        checkpoint.load(tmp_path / "net.pt")
-
-
 def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkeypatch):
     """Numbers may be names, too, such as a user's folders: without the mark they are compared."""
     monkeypatch.setattr(logger, "propagate", True)

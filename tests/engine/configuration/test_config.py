@@ -22,6 +22,7 @@ from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import CHOICES, check_values
 from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import Extent
 from engine.training import build, papers
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
@@ -366,22 +367,23 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
     keys = ("body.frozen_norms=all", "norm=package", "data.crops_per_minibatch=12")
-    doubts = [*run_config(*keys).doubts(11, 8, process_count=3, step_count=100, shared_count=5)]
+    doubts = [*run_config(*keys).doubts(Extent(11, 8, process_count=3, step_count=100, shared_count=5))]
     subjects = [text.partition(":")[0].partition(" ")[0] for text in doubts]
     assert subjects == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
     assert "5 of its images are trained on" in doubts[1]
     assert "norms normalise 4 crop(s)" in doubts[-1]
     plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
-    assert [*plain.doubts(11, 8, process_count=1, step_count=100)] == []
+    assert [*plain.doubts(Extent(11, 8, process_count=1, step_count=100))] == []
     classification = checked("train_imagenet", "data=cifar10")
-    (doubt,) = classification.doubts(9, 50_000, process_count=1, step_count=100, official_class_count=10)
+    extent = Extent(9, 50_000, process_count=1, step_count=100, official_class_count=10)
+    (doubt,) = classification.doubts(extent)
     assert "holds 9 classes, one per folder; cifar10 has 10" in doubt
 
 
 def test_an_average_that_is_mostly_of_the_first_step_is_doubted():
     """Its scores are about an untrained network."""
     for decay, steps, words in ((0.9999, 500, "95% of .*; give at most 0.98"), (1.0, 5, "100% of .*; leave it out")):
-        (doubt,) = run_config(f"trainer.ema_decay={decay}").doubts(11, 50, process_count=1, step_count=steps)
+        (doubt,) = run_config(f"trainer.ema_decay={decay}").doubts(Extent(11, 50, 1, step_count=steps))
         assert re.fullmatch(f"trainer.ema_decay={decay} over {steps} steps: {words}", doubt)
 
 

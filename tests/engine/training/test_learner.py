@@ -155,9 +155,6 @@ def test_a_state_of_another_network_or_with_its_parameters_in_another_order_is_r
     with pytest.raises(ValueError, match="it does not fit this run: .*Linear:[^$]*size mismatch for weight"):
         small_learner().load_state_dict(state)
     state = small_learner("float16", averaged=True).state_dict(2)
-    state["ema"]["bias"] = torch.tensor([0.0, torch.nan])
-    with pytest.raises(ValueError, match="it does not fit this run: its weights are infinite or NaN: bias"):
-        small_learner("float16", averaged=True).load_state_dict(state)
     state["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(3)
     with pytest.raises(ValueError, match="its optimiser's momentum_buffer of weight is torch.float32 .3,.; expected"):
         small_learner("float16", averaged=True).load_state_dict(state)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.assemble import optimization as assemble
-from engine.training.saved_moments import check_scaler, load_moments
+from engine.training.saved_moments import load_moments
 from tests.runs import run_config
 
 SIZE = (2, 3, 1, 4)
@@ -36,12 +36,12 @@ def test_moments_are_copied_into_their_parameters_layout(kind):
     saved["state"][0][name] = values.contiguous()
     saved["state"][1][name] = torch.ones(1).expand(2)
     assert not saved["state"][2][name].any()
-    load_moments(saved, optimizer, steps=2)
+    load_moments(saved, optimizer)
     loaded = optimizer.state_dict()["state"]
     assert torch.equal(loaded[0][name], values) and loaded[0][name].stride() == values.stride()
     assert loaded[1][name].stride() == (1,) and torch.equal(loaded[1][name], torch.ones(2))
     without = assemble.optimizer(run_config("optim.momentum=0").optim, nn.Linear(1, 1), ())
-    load_moments(without.state_dict(), without, steps=2)
+    load_moments(without.state_dict(), without)
     assert not without.state
 
 
@@ -52,7 +52,6 @@ REFUSED = {
     "is torch.int64 (2, 3, 1, 4); expected": torch.zeros(SIZE, dtype=torch.int64),
     "is torch.float64 (2, 3, 1, 4); expected": torch.zeros(SIZE, dtype=torch.float64),
     "is 0.5; expected": 0.5,
-    "[[[inf, inf,": torch.full(SIZE, torch.inf),
     "is missing": None,
 }
 
@@ -66,33 +65,16 @@ def test_a_moment_of_another_kind_is_refused_by_name(kind, name, message):
     if REFUSED[message] is None:
         del saved["state"][0][name]
     with pytest.raises(ValueError, match=rf"^its optimiser's {name} of weight ") as error:
-        load_moments(saved, optimizer, steps=2)
+        load_moments(saved, optimizer)
     assert message in str(error.value)
 
 
-def test_an_entry_too_few_or_too_many_and_a_wrong_count_of_steps_are_refused():
+def test_an_entry_too_few_and_a_count_of_steps_of_another_shape_are_refused():
     optimizer = optimizer_of("adamw")
     good = optimizer.state_dict()["state"]
     for changed, message in (
-        ({1: {}}, "its optimiser's exp_avg of bias is missing"),
-        ({7: good[0]}, "its optimiser has an entry 7; expected one for each of 3 parameters"),
-        ({"a": good[0]}, "its optimiser has an entry 'a'"),
-        ({1: {**good[1], "momentum_buffer": 0}}, "momentum_buffer of bias is unknown; expected exp_avg,"),
-        ({1: {**good[1], "step": torch.tensor(3.0)}}, "step of bias is 3.0; expected finite numbers, at most 2,"),
-        ({1: {**good[1], "step": torch.tensor(torch.nan)}}, "step of bias is nan; expected finite numbers, at most 2"),
+        ({1: {}}, "its optimiser's step of bias is missing"),
         ({1: {**good[1], "step": torch.ones(1)}}, r"step of bias is torch.float32 \(1,\); expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_moments({**optimizer.state_dict(), "state": {**good, **changed}}, optimizer, steps=2)
-
-
-@pytest.mark.parametrize(
-    "name, values", {"scale": [0.0, -1.0, torch.inf, torch.nan, "x", 7], "growth_factor": [8.0]}.items()
-)
-def test_a_loss_scale_that_no_run_has_is_refused(name, values):
-    scaler = torch.amp.GradScaler("cpu")
-    check_scaler({**scaler.state_dict(), "scale": 1.5, "_growth_tracker": 3}, scaler)
-    for value in values:
-        message = f"^its loss scaler is .*'{name}': {value!r}.*; expected a scale above 0, and"
-        with pytest.raises(ValueError, match=message):
-            check_scaler({**scaler.state_dict(), name: value}, scaler)
+            load_moments({**optimizer.state_dict(), "state": {**good, **changed}}, optimizer)
