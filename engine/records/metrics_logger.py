@@ -62,17 +62,7 @@ class MetricsLogger:
         self.patience = patience
         self.early_end_reason = ""  # for the end before the last step
         if run_dir is not None:
-            self.metrics_file = run_dir / "metrics.jsonl"
-            self.recorded_bytes = 0
-            (run_dir / "tensorboard").mkdir(parents=True, exist_ok=True)
-            self._drop_records_beyond(start_step, total_steps)
-            if 0 < start_step < total_steps and not self.ends_early:
-                self._record({"kind": "resumed", "step": start_step})
-            if start_step == 0 and self.metrics_file.is_file():  # left by an attempt that saved no checkpoint
-                for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
-                    events.unlink()
-            self._let_events_be_earlier(run_dir / "tensorboard")
-            self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+            self._open_files(run_dir, start_step, total_steps)
             if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
         # Of lines about steps: on a terminal the progress bar says the same.
@@ -286,43 +276,38 @@ class MetricsLogger:
 
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a", encoding="utf-8") as file:
-            if file.tell() < self.recorded_bytes:
-                lost = f"records before step {record['step']} are lost, restore it at the end (TensorBoard has them)"
-                logger.warning(f"{self.metrics_file} was removed or replaced while the run used it: {lost}")
             file.write(json.dumps(without_nan(record)) + "\n")
-            self.recorded_bytes = file.tell()
-        folder = self.metrics_file.with_name("tensorboard")
-        if not folder.is_dir():  # TensorBoard appends to its file there, or to a new one
-            folder.mkdir()
-            logger.warning(f"{folder} was removed while the run used it: it goes on without what it held until now")
+        self.events_folder.mkdir(exist_ok=True)  # TensorBoard appends to its file there, or to a new one
 
-    @staticmethod
-    def _let_events_be_earlier(folder: Path) -> None:
-        """TensorBoard reads files in the order of the times in their names, and would hide what follows a later one."""
-        files = sorted(folder.glob("events.out.tfevents.*"))
-        now_s = int(time.time())
-        if files and files[-1].name >= f"events.out.tfevents.{now_s:010d}":
-            logger.warning(f"{files[-1]} is of a later time (was the clock set back?): restart TensorBoard if it runs")
-            for number, file in enumerate(files, start=now_s - len(files)):
-                file.rename(folder / f"events.out.tfevents.{number:010d}.{file.name.split('.', 4)[-1]}")
+    def _open_files(self, run_dir: Path, start_step: int, total_steps: int) -> None:
+        """Open metrics.jsonl and TensorBoard's file, without what an attempt has left beyond `start_step`."""
+        self.metrics_file = run_dir / "metrics.jsonl"
+        self.events_folder = run_dir / "tensorboard"
+        self.events_folder.mkdir(parents=True, exist_ok=True)
+        if self.metrics_file.is_file():
+            self._drop_records_beyond(start_step, total_steps)
+            if start_step == 0:  # left by an attempt that saved no checkpoint
+                for events in self.events_folder.glob("events.out.tfevents.*"):
+                    events.unlink()
+        if 0 < start_step < total_steps and not self.ends_early:
+            self._record({"kind": "resumed", "step": start_step})
+        self.tensorboard = SummaryWriter(self.events_folder, purge_step=start_step + 1)
 
     def _drop_records_beyond(self, step: int, total_steps: int) -> None:
-        """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
-        if not self.metrics_file.is_file():
-            return
-        kept = []  # whether it is the evaluation of the resumed step, and the line
+        """Keep records up to the resumed step, except the final evaluation, which is repeated; take their scores."""
+        records = []
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
-                is_beyond = record["step"] > step
-                is_evaluation = record["kind"] == "val"
-                score = record[self.score] if is_evaluation else None
+                if record["step"] > step:
+                    continue
+                if record["kind"] == "val" and record["step"] != total_steps:
+                    score = record[self.score]
+                    self.scores[record["step"]] = math.nan if score is None else score
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
-            if not is_beyond:
-                kept.append((is_evaluation and record["step"] == step, line + "\n"))
-            if is_evaluation and not is_beyond and record["step"] != total_steps:
-                self.scores[record["step"]] = math.nan if score is None else score
-        repeats = step == total_steps or self.ends_early
-        write_file(self.metrics_file, "".join(line for is_last, line in kept if not (is_last and repeats)))
+            records.append((record, line + "\n"))
+        if step == total_steps or self.ends_early:
+            records = [(record, line) for record, line in records if (record["kind"], record["step"]) != ("val", step)]
+        write_file(self.metrics_file, "".join(line for _, line in records))
