@@ -148,31 +148,41 @@ class RunDirectory:
                 raise
             self.finish_saving()
         except FloatingPointError as error:
-            advice = "There is no checkpoint yet: try a lower optim.lr"
-            good = checkpoint.last_good(self.last, self.previous)
-            if good:
-                start = shlex.quote(override("init.weights", good[0]))
-                advice = (
-                    f"The last good checkpoint is {good[0]}, of step {good[1]}: with another run_dir, {start} starts "
-                    f"from its weights, for example with a lower optim.lr"
-                )
-            raise FloatingPointError(f"{error}. {advice}") from error
+            raise FloatingPointError(f"{error}. {self._advice_on_values()}") from error
         except OSError as error:
             self.check_in_place()
-            file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-            is_full = error.errno in NO_ROOM
-            if not is_full and not (file and Path(file).is_relative_to(self.path)):
-                raise  # checkpoint.save has worded it
-            words, cure = explained(error, self.path)
-            cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
-            if is_full or checkpoint.last_good(self.last, self.previous):
-                cure = checkpoint.recovery_advice(error, self.path, self.last, self.previous)
-            problem = "cannot be written to" if is_full else f"cannot be used: {file}"
-            raise OSError(f"run_dir={self.path} {problem}: {words}. {cure}") from error
+            message = self._message_about_files(error)
+            if message is None:
+                raise
+            raise OSError(message) from error
         finally:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
+
+    def _advice_on_values(self) -> str:
+        """What to do about a loss, gradient or weight that is not finite."""
+        good = checkpoint.last_good(self.last, self.previous)
+        if good is None:
+            return "There is no checkpoint yet: try a lower optim.lr"
+        start = shlex.quote(override("init.weights", good[0]))
+        return (
+            f"The last good checkpoint is {good[0]}, of step {good[1]}: with another run_dir, {start} starts from its "
+            f"weights, for example with a lower optim.lr"
+        )
+
+    def _message_about_files(self, error: OSError) -> str | None:
+        """What an error of the system means for this folder, and what to do; None if the error says so itself."""
+        file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+        is_full = error.errno in NO_ROOM
+        if not is_full and not (file and Path(file).is_relative_to(self.path)):
+            return None
+        words, cure = explained(error, self.path)
+        cure = f"Give another run_dir, or {cure[0].lower()}{cure[1:]}"
+        if is_full or checkpoint.last_good(self.last, self.previous):
+            cure = checkpoint.recovery_advice(error, self.path, self.last, self.previous)
+        problem = "cannot be written to" if is_full else f"cannot be used: {file}"
+        return f"run_dir={self.path} {problem}: {words}. {cure}"
 
     def checkpoint_to_resume(
         self,
@@ -198,16 +208,12 @@ class RunDirectory:
             raise self._error(" already holds a run: give resume=auto to continue it, or another run_dir")
         state = self._load_newest_good()
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
-            advice = _new_run_from(self.last)
-            raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
+            raise self._error(f" has only a run's weights, which cannot be resumed: {self._new_run_advice()}")
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
         recorded = of_checkpoint(state, f"run_dir={self.path}")
         _adopt_measured_normalisation(config, recorded)
         self._check_configuration(state, recorded, config, total_steps)
-        if state["step"] > total_steps:  # also of a run of as many steps
-            steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
-            raise self._error(f" holds {steps}. {self._restore_advice()}")
         self._check_files(state["data"], files, descriptions or {})
         return state
 
@@ -220,10 +226,10 @@ class RunDirectory:
             f"{key} was {as_text(recorded_value)} and is {as_text(value)}"
             for key, (recorded_value, value) in changed_keys.items()
         )
-        advice = f"Give the same values to continue it, or with others {_new_run_from(self.last)}"
+        advice = "Give the same values to continue it, or with others"
         if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
-            advice = f"The run has ended. To train its weights for longer, {_new_run_from(self.last)}"
-        raise self._error(f" holds a run with another configuration: {listed}. {advice}")
+            advice = "The run has ended. To train its weights for longer,"
+        raise self._error(f" holds a run with another configuration: {listed}. {advice} {self._new_run_advice()}")
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
         """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
@@ -246,6 +252,10 @@ class RunDirectory:
         """What to do if neither of the last checkpoints is good."""
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
+
+    def _new_run_advice(self) -> str:
+        """How to start from the weights of the last checkpoint."""
+        return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', self.last))}"
 
     def _check_files(self, recorded: dict, files: dict[str, list[str]], descriptions: Mapping[str, str]) -> None:
         """ValueError if file names or the labels' numbering have changed; a notice if sizes have."""
@@ -300,8 +310,3 @@ def _changed_keys(recorded: TrainingRun, config: TrainingRun) -> dict[str, tuple
         for key in sorted(keys)
         if recorded_values.get(key) != values.get(key)
     }
-
-
-def _new_run_from(checkpoint: Path) -> str:
-    """How to start from the weights of a checkpoint."""
-    return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"

@@ -386,9 +386,6 @@ def test_a_checkpoint_of_another_task_or_length_or_of_weights_alone_is_refused(t
     save(run, {**state_of(1, config), "task": "shapes"})
     with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
         run.checkpoint_to_resume(config, total_steps=9, files={})
-    save(run, state_of(10**9, config))
-    with pytest.raises(ValueError, match=f"holds a checkpoint of step {10**9}, expected at most the run's 9. Restore"):
-        resumed(run, config)
     for part in ("total_steps", "data"):
         save(run, {name: value for name, value in state_of(1, config).items() if name != part})
         with pytest.raises(ValueError, match="has only a run's weights, which cannot be resumed: .*init.weights="):
