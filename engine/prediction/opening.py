@@ -25,7 +25,7 @@ from engine.checkpoint import files
 from engine.checkpoint.random_states import ranks_of
 from engine.checkpoint.recorded import PluginsNeeded, of_checkpoint
 from engine.classification import accuracy
-from engine.prediction.predictors import Classifier, Segmenter
+from engine.prediction.predictors import Classifier, ImageFormat, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import World, device_of
 from engine.process.plugins import changed_since
@@ -155,16 +155,24 @@ def needed_parts(config: TrainingRun) -> list[str]:
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
     """A predictor that gives the network images as an evaluation does. `state`: content of its checkpoint."""
     classes, data = state["classes"], config.data
-    shown = getattr(data, "shown", None)
+    image_format = ImageFormat(data.range16, getattr(data, "shown", None))
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
         views = assemble.views(options, config.data)
         at_once = assemble.at_once(config, forward.mean.device, ranks_of(state))
-        return Segmenter(forward, classes, state["palette"], ids, views, at_once, range16=data.range16, shown=shown)
+        return Segmenter(
+            forward,
+            classes,
+            image_format,
+            palette=state["palette"],
+            label_ids=ids,
+            views=views,
+            at_once=at_once,
+        )
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
     if isinstance(data, ImageNetData):
         view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)
     else:
         view = fixed_crops(data.crop_size, data.crop_size)
-    return Classifier(forward, classes, view, range16=data.range16, shown=shown)
+    return Classifier(forward, classes, image_format, view=view)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,25 +25,29 @@ Picture = np.ndarray | Image.Image | str | Path
 TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds
 
 
+class ImageFormat(NamedTuple):
+    """How image files become levels, and pictures."""
+
+    range16: Range16 = ALL_16  # of 16-bit files: see `decode_image`
+    shown: Sequence[int] | None = None  # channels in pictures: see `visible`
+
+
 class Predictor(nn.Module):
     """A trained network in eval mode, its normalisation and its classes.
 
     Attributes: `network`; `classes`, their names; `mean` and `std`, levels of 0 to 255, (1, channels, 1, 1), or with a
-    mean image (1, 3, H, W); `range16`, of 16-bit image files, see `decode_image`; `shown`, what pictures show, see
-    `visible`; `channels` of an image.
+    mean image (1, 3, H, W); `range16` and `shown` of an `ImageFormat`; `channels` of an image.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self, forward: Forward, classes: Sequence[str], *, range16: Range16 = ALL_16, shown: Sequence[int] | None = None
-    ):
+    def __init__(self, forward: Forward, classes: Sequence[str], image_format: ImageFormat):
         super().__init__()
         self.network = forward.network
         self.classes = tuple(classes)
-        self.range16 = range16
-        self.shown = shown
+        self.range16 = image_format.range16
+        self.shown = image_format.shown
         self.register_buffer("mean", forward.mean, persistent=False)
         self.register_buffer("std", forward.std, persistent=False)
         self._forward = forward
@@ -57,10 +61,6 @@ class Predictor(nn.Module):
     @property
     def channels(self) -> int:
         return self.mean.shape[1]
-
-    def extra_repr(self) -> str:
-        weights = sum(parameter.numel() for parameter in self.parameters())
-        return f"{len(self.classes)} classes, images of {self.channels} channels, {weights:,} parameters"
 
     def planes(self, image: Picture) -> Tensor:
         """An image, uint8 (channels, H, W)."""
@@ -92,15 +92,14 @@ class Segmenter(Predictor):
         self,
         forward: Forward,
         classes: Sequence[str],
+        image_format: ImageFormat,
+        *,
         palette: Sequence[Sequence[int]],
         label_ids: Sequence[int],
         views: inference.Views,
         at_once: AtOnce,
-        *,
-        range16: Range16 = ALL_16,
-        shown: Sequence[int] | None = None,
     ):
-        super().__init__(forward, classes, range16=range16, shown=shown)
+        super().__init__(forward, classes, image_format)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
@@ -168,12 +167,11 @@ class Classifier(Predictor):
         self,
         forward: Forward,
         classes: Sequence[str],
-        view: Callable[[Tensor], Tensor],
+        image_format: ImageFormat,
         *,
-        range16: Range16 = ALL_16,
-        shown: Sequence[int] | None = None,
+        view: Callable[[Tensor], Tensor],
     ):
-        super().__init__(forward, classes, range16=range16, shown=shown)
+        super().__init__(forward, classes, image_format)
         self.view = view
 
     def predict(self, image: Picture) -> int:
@@ -239,19 +237,20 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS
     With other than three `channels`: uint8 (H, W, channels) of such an array or a file; of one, (H, W) too.
     ValueError: the file cannot be read, or the array or image does not have 8-bit pixels.
     """
+    is_colour = channels == COLOURS
     if isinstance(image, (str, Path)):
         return of_channels.decode(Path(image), turned=True, range16=range16, channels=channels)
-    is_colour = channels == COLOURS
-    kind = type(image).__name__
-    if isinstance(image, Image.Image):
-        if is_colour and not image.mode.startswith(("I", "F")):
-            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-        kind = f"a Pillow image of mode {image.mode}"
+    if isinstance(image, Image.Image) and is_colour and not image.mode.startswith(("I", "F")):
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     if isinstance(image, np.ndarray):
-        kind = f"an array of {image.dtype} {image.shape}"
         pixels = image if image.ndim != 2 else np.repeat(image[..., None], COLOURS if is_colour else 1, axis=2)
         if pixels.dtype == np.uint8 and pixels.shape[2:] == (channels,) and pixels.size:
             return pixels
+        kind = f"an array of {image.dtype} {image.shape}"
+    elif isinstance(image, Image.Image):
+        kind = f"a Pillow image of mode {image.mode}"
+    else:
+        kind = type(image).__name__
     if is_colour:
         expected = "pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) of gray, as a Pillow image, or as"
     else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.prediction.predictors import Predictor
+from engine.prediction.predictors import ImageFormat, Predictor
 from engine.prediction.programs import FromLevels, largest_difference, program_of, whole_paddings
 from keepless import ABN, InPlaceABN
 from models.forward import Forward
@@ -21,7 +21,7 @@ def predictor(network: nn.Module, dtype: torch.dtype = torch.float64) -> Predict
     """A predictor with random statistics, scales and shifts."""
     mean, std = (torch.tensor(levels)[None, :, None, None] for levels in ([120.0, 110, 100], [60.0, 61, 62]))
     forward = Forward(trained(network), mean, std, torch.contiguous_format, nullcontext)
-    return Predictor(forward, CLASSES).to(dtype)
+    return Predictor(forward, CLASSES, ImageFormat()).to(dtype)
 
 
 def segmenter(name: str, **options) -> nn.Module:
