@@ -42,22 +42,18 @@ def learner(
 
 
 def _check_classes_of_head(network: SegmentationNetwork, device: torch.device) -> None:
-    """Raise ValueError unless `decide` of the head returns a class for every pixel.
+    """Raise ValueError unless `decide` of the head returns a class for every pixel, which evaluations need.
 
-    Without this check, the first evaluation would find it.
+    The head is in eval mode afterwards, until a `Learner` trains it.
     """
-    was_training = {module: module.training for module in network.head.modules()}
     network.head.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
             network.decide(torch.zeros(1, network.classes, 64, 64, device=device))
-    except ValueError:
-        raise
-    except Exception as error:  # anything, from code that is not ours
-        raise ValueError(f"{type(network.head).__name__}.decide: {type(error).__name__}: {error}") from error
-    finally:
-        for module, mode in was_training.items():
-            module.training = mode
+        except ValueError:
+            raise
+        except Exception as error:  # anything, from code that is not ours
+            raise ValueError(f"{type(network.head).__name__}.decide: {type(error).__name__}: {error}") from error
 
 
 def _correct_cpu_gradients(trainer: Trainer, network: nn.Module) -> None:
@@ -69,12 +65,13 @@ def _correct_cpu_gradients(trainer: Trainer, network: nn.Module) -> None:
     else:  # TorchInductor chooses memory formats itself
         wrong = []
     if wrong:
-        cure = "trainer.compile=false" if trainer.compile else "trainer.channels_last=false"
-        if trainer.precision == "bfloat16":
-            cure = f"trainer.precision=float32 or {cure}" if trainer.compile else "trainer.precision=float32"
+        cures = ["trainer.precision=float32"] if trainer.precision == "bfloat16" else []
+        if trainer.compile:
+            cures.append("trainer.compile=false")
         raise ValueError(
             f"trainer.precision={trainer.precision}, trainer.compile={str(trainer.compile).lower()}: on a CPU PyTorch "
-            f"computes wrong gradients of {wrong[0]}, {KINDS[trainer.precision]}; give {cure}"
+            f"computes wrong gradients of {wrong[0]}, {KINDS[trainer.precision]}; give "
+            f"{' or '.join(cures) or 'trainer.channels_last=false'}"
         )
 
 
@@ -83,43 +80,42 @@ def learner_of(
 ) -> Learner:
     """The learner of a network on its device, with optimiser, schedule, loss scale, average. See `learner`."""
     trainer = config.trainer
-    eager_because = eager_because or why_eager(config, plain.network, schedule.total_steps, world)
-    is_captured = eager_because is None
-    if is_captured:  # without DDP
-        world.share_parameters(plain.network)
-    average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
-    trained = plain.network
-    if trainer.compile:
-        check_compiler(world.device.type, setting="trainer.compile=true", instead="trainer.compile=false")
-        trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
+    network = plain.network
+    eager_because = eager_because or why_eager(config, network, schedule.total_steps, world)
     captured = None
-    if is_captured:
-        captured = CapturedMicroBatches(
-            plain.network, CAPTURE_ADVICE, _repetition_key(trainer), trainer.capture is True
-        )
-    elif world.size > 1:
-        unread_feature = getattr(plain.network, "unread_feature", "")
-        if unread_feature:
-            raise ValueError(
-                f"no head reads {unread_feature}, the last feature of the body, so its layers get no gradients, for "
-                f"which processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one "
-                f"device"
-            )
-        fixed_buckets = trainer.deterministic or world.device.type == "cpu"
-        trained = data_parallel(trained, world.device, fixed_buckets)
-    optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)
+    if eager_because is None:
+        world.share_parameters(network)  # as DDP does
+        captured = CapturedMicroBatches(network, CAPTURE_ADVICE, _repetition_key(trainer), trainer.capture is True)
+    optimizer = optimization.optimizer(config.optim, network, config.head_modules)
     return Learner(
-        network=plain.network,
-        forward=plain.with_network(trained),
+        network=network,
+        forward=plain.with_network(_trained_network(trainer, network, world, in_ddp=captured is None)),
         optimizer=optimizer,
         scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, schedule, trainer.smoke),
         scaler=torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "float16"),
         accumulation_steps=trainer.accumulation_steps,
-        average=average,
+        average=None if trainer.ema_decay is None else WeightAverage(network, trainer.ema_decay),
         max_gradient_norm=config.optim.max_gradient_norm,
         captured=captured,
         eager_because=eager_because or "",
     )
+
+
+def _trained_network(trainer: Trainer, network: nn.Module, world: World, in_ddp: bool) -> nn.Module:
+    """The network as training steps call it: compiled if configured, and with several ranks in DDP."""
+    trained = network
+    if trainer.compile:
+        check_compiler(world.device.type, setting="trainer.compile=true", instead="trainer.compile=false")
+        trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
+    if world.size == 1 or not in_ddp:
+        return trained
+    unread_feature = getattr(network, "unread_feature", "")
+    if unread_feature:
+        raise ValueError(
+            f"no head reads {unread_feature}, the last feature of the body, so its layers get no gradients, for which "
+            f"processes wait: let the head read it too (reads = (…, -1)), choose a shorter body, or one device"
+        )
+    return data_parallel(trained, world.device, trainer.deterministic or world.device.type == "cpu")
 
 
 def why_eager(config: TrainingRun, network: nn.Module, steps: int, world: World) -> str | None:

@@ -290,17 +290,13 @@ def _first_line(error: Exception) -> str:
 
 def random_modules(network: nn.Module) -> list[str]:
     """Names of the modules that draw random numbers in training, as far as the names of their classes say it."""
-    return [
-        name
-        for name, module in network.named_modules()
-        if _DRAWS.search(type(module).__name__) and _drop_probability(module)
-    ]
-
-
-def _drop_probability(module: nn.Module) -> float:
-    """The probability with which a module drops values, by the names of PyTorch's and timm's; 1 if it has none."""
-    attributes = vars(module)
-    return attributes.get("p", attributes.get("drop_prob", 1))
+    names = []
+    for name, module in network.named_modules():
+        attributes = vars(module)
+        drop_probability = attributes.get("p", attributes.get("drop_prob", 1))  # PyTorch's and timm's names
+        if _DRAWS.search(type(module).__name__) and drop_probability:
+            names.append(name)
+    return names
 
 
 def listed_few(names: list[str]) -> str:
