@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger
 from engine.process.distributed import World
+from engine.schema.training import CAPTURE_ADVICE
 from keepless import before_capture
 from models.private_torch import capturing, without_collection
 
@@ -84,25 +85,20 @@ class CapturedMicroBatches:
 
     Args:
         network: its parameters get `gradients`.
-        advice: the end of every error: how to train without.
         repeats: what makes the backward pass run blocks again, which must then not draw random numbers; empty: nothing.
-        requested: what cannot be captured is an error; else `NotCaptured` is raised, and a step can go on eagerly.
+        requested: trainer.capture=true, so there are no eager steps instead.
         record: runs a function once; returns a function that runs it again on the same memory, and its result.
     """
 
-    def __init__(
-        self, network: nn.Module, advice: str, repeats: str = "", requested: bool = True, record: Recorder | None = None
-    ):
+    def __init__(self, network: nn.Module, repeats: str = "", requested: bool = True, record: Recorder | None = None):
         self.network = network
-        self.advice = advice
         self.repeats = repeats
         self.requested = requested
         self.gradients = FlatGradients(network)
         self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
         self.stream = torch.cuda.Stream() if record is None else None
-        self.record = record or partial(
-            _cuda_graph, self.stream
-        )  # not a method: in a cycle, the graph would outlive us
+        # Not a method: in a cycle, the graph would outlive us.
+        self.record = record or partial(_cuda_graph, self.stream)
         self.is_warm = False
         self.replay: Callable[[], None] | None = None
         self.problem: str | None = None  # found in a warm-up step
@@ -143,7 +139,7 @@ class CapturedMicroBatches:
     def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, whose gradients were added to `gradients`; the next call overwrites it.
 
-        ValueError: the micro-batch cannot be captured (`NotCaptured` unless `requested`); or it has another size.
+        NotCaptured: the micro-batch cannot be captured. ValueError: it has another size than the captured one.
         """
         if not self.is_warm:
             with before_capture():
@@ -154,7 +150,7 @@ class CapturedMicroBatches:
             self._capture(micro_batch, images, labels)
         if images.shape != self.images.shape:
             sizes = f"{tuple(images.shape)} and {tuple(self.images.shape)}"
-            raise ValueError(f"images of shapes {sizes} cannot share a CUDA graph: {self.advice}")
+            raise ValueError(f"images of shapes {sizes} cannot share a CUDA graph: {CAPTURE_ADVICE}")
         self.images.copy_(images, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         assert self.replay is not None, "it was captured"
@@ -164,8 +160,7 @@ class CapturedMicroBatches:
     def _run_eagerly(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """Run a micro-batch on the stream of the capture, where libraries keep their workspaces; return its loss.
 
-        If it draws random numbers in blocks that the backward pass repeats, this is noted as the `problem`, and where
-        `requested` a ValueError.
+        If it draws random numbers in blocks that the backward pass repeats, this is noted as the `problem`.
         """
         if self.stream is None:
             return micro_batch(images, labels)
@@ -179,8 +174,6 @@ class CapturedMicroBatches:
                 f"{self.repeats} runs blocks a second time, and the network draws random numbers"
                 f"{listed_few(random_modules(self.network))}, which would be others in a CUDA graph"
             )
-            if self.requested:
-                raise ValueError(f"{self.problem}: {self.advice}")
         return loss
 
     def _capture(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> None:
@@ -217,8 +210,6 @@ class CapturedMicroBatches:
             np.random.set_state(numpy_state)
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
-            if self.requested and isinstance(error, NotCaptured):
-                raise ValueError(f"{error}: {self.advice}") from error
             raise
 
     def _record_graph(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
@@ -241,7 +232,7 @@ class CapturedMicroBatches:
         except Exception as last:  # PyTorch may raise another one when the capture ends
             error = raised.pop() if raised else last
             try:
-                if is_out_of_memory(error) or self.requested and not isinstance(error, RuntimeError):
+                if is_out_of_memory(error):
                     raise error from None
                 place = "in a CUDA graph"
                 if "stream is capturing" in str(error):  # CUDA's words where the host would wait for the device

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.console import logger
+from engine.schema.training import CAPTURE_ADVICE
 from engine.training.capture import CapturedMicroBatches, MicroBatch, NotCaptured
 from engine.training.saved_moments import load_moments
 from models.checkpoints.loading import not_finite
@@ -99,13 +100,15 @@ class Learner:
     def run_captured(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """Run a micro-batch by `captured`; return its loss. If a capture fails, this and all later ones are eager.
 
-        ValueError: it cannot be captured, and trainer.capture=true.
+        ValueError: it cannot be captured, and trainer.capture=true; or see `CapturedMicroBatches`.
         """
         if self.captured is None:
             return micro_batch(images, labels)
         try:
             return self.captured(micro_batch, images, labels)
         except NotCaptured as problem:
+            if self.captured.requested:
+                raise ValueError(f"{problem}: {CAPTURE_ADVICE}") from problem
             self.captured = None
             self.eager_because = str(problem)
         logger.warning(f"capture off: {self.eager_because}; this run goes on eagerly")

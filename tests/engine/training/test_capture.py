@@ -67,7 +67,7 @@ def small_learner(captured: bool = False, precision: str = "float32", extra: nn.
     learner.optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.1)
     learner.optimizer.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in network.parameters()})
     if captured:
-        learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
+        learner.captured = CapturedMicroBatches(network, record=recorded_on(network))
     return learner
 
 
@@ -127,7 +127,7 @@ def test_recomputed_and_reversible_steps_and_those_of_six_channels_read_nothing_
         make = partial(assemble.network_of, config, 5)
         learner = build.learner(config, make, one_epoch(50), World())
         if captured:
-            learner.captured = CapturedMicroBatches(learner.network, ADVICE, record=recorded_on(learner.network))
+            learner.captured = CapturedMicroBatches(learner.network, record=recorded_on(learner.network))
         losses.append(losses_of(learner, 8, SUMMED, config.data.channels))
     assert losses[0] == losses[1]
 
@@ -423,7 +423,7 @@ def at_once(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 def problem_of(network: nn.Module, loss: nn.Module) -> str | None:
     """Why steps of a network are not captured, after three with two micro-batches each."""
-    captured = CapturedMicroBatches(network, ADVICE, requested=False, record=at_once)
+    captured = CapturedMicroBatches(network, requested=False, record=at_once)
     x = torch.ones(2, 3)
 
     def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
@@ -499,7 +499,7 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
         return output.sum()
 
     monkeypatch.setattr(capture, "_cuda_graph", record)
-    captured = CapturedMicroBatches(network, ADVICE, requested=False)
+    captured = CapturedMicroBatches(network, requested=False)
     watched += map(weakref.ref, (network, captured, captured.gradients))
     captured.begin()
     gc.collect()
@@ -520,7 +520,7 @@ def gradients_of(rank: int, flat: bool) -> list[Tensor]:
     learner = learner_of(network, accumulation_steps=2)
     world = World(rank, WORLD_SIZE)
     if flat:
-        learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
+        learner.captured = CapturedMicroBatches(network, record=recorded_on(network))
     else:
         learner.forward = forward_of(data_parallel(network, world.device), channels_last=False)
     for number in range(3):

@@ -115,7 +115,7 @@ def test_replays_draw_the_numbers_of_eager_steps(recompute):
     assert_equal(*NARROW_A2, "norm=inplace", f"trainer.recompute={recompute}", EXACT)
 
 
-def test_blocks_that_draw_are_refused_in_the_first_step():
+def test_blocks_that_draw_are_refused():
     words = (*NARROW_A2, "norm=std", "trainer.recompute=blocks", "trainer.capture=true")
     with pytest.raises(ValueError, match=r"^trainer.recompute=blocks runs .* \(body.mod6"):
         trained(*words)
