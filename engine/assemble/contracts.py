@@ -1,6 +1,7 @@
 """What the choices of each group build, and how that is called: one contract per group, for ours and for plugins'."""
 
 import importlib
+import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -130,17 +131,15 @@ def _part_behind(error: Exception, config: TrainingRun) -> str | None:
     If there is neither, the one whose module has the innermost code: a function may make a class.
     """
     names = _names_of_own_choices(config)
-    frames = _frames(error)
-    for frame in frames:
-        for factory, name in names.items():
-            if _is_frame_of(factory, frame):
-                return name
-    for factory, name in names.items():
-        if re.match(rf"(the head's )?{factory.__name__}\b", str(error)):
-            return name
     names_by_module = {factory.__module__: name for factory, name in names.items()}
+    frames = _frames(error)
     modules = (frame.f_globals.get("__name__") for frame in frames)
-    return next((names_by_module[module] for module in modules if module in names_by_module), None)
+    candidates = itertools.chain(
+        (names[factory] for frame in frames for factory in names if _is_frame_of(factory, frame)),
+        (names[factory] for factory in names if re.match(rf"(the head's )?{factory.__name__}\b", str(error))),
+        (names_by_module[module] for module in modules if module in names_by_module),
+    )
+    return next(candidates, None)
 
 
 def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:

@@ -36,10 +36,6 @@ _ALONE = "scripts.convert_checkpoint"
 _warn_once = cache(logger.warning)
 
 
-class OtherFormat(ValueError):
-    """The file is intact, but was written by another program or another version of this one."""
-
-
 def file_of(place: str) -> Path:
     """The file that a command means: a checkpoint, or the last one of a run directory."""
     path = Path(os.path.expanduser(place))
@@ -165,7 +161,7 @@ def checked(state: object, path: Path) -> dict:
     if not isinstance(state, dict) or "format" not in state:
         raise ValueError(f"checkpoint {path} is not of this project: {OF_OTHERS}")
     if state["format"] != FORMAT:
-        raise OtherFormat(
+        raise ValueError(
             f"checkpoint {path} has format {state['format']!r}: expected {FORMAT!r}, as this version writes"
         )
     missing = [part for part in NEEDED if part not in state]

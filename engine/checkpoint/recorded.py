@@ -59,31 +59,29 @@ def from_plain(
     ValueError: a key, or the type of a value, does not fit the schema (PluginsNeeded: nor a choice, which a plugin may
     have registered that is not loaded). Names `source`.
     """
-    plugins = values.get("plugins", ())
-    absent_plugins = [str(name) for name in plugins if name not in LOADED] if isinstance(plugins, list) else []
+    absent_plugins = [name for name in values.get("plugins", ()) if name not in LOADED]
     unknown_choices: list[str] = []
     try:
         merged = OmegaConf.structured(schema)
         for group, classes in groups_of(schema).items():
-            group_values = values.get(group)
-            group_values = group_values if isinstance(group_values, dict) else {}
             is_list = "is_list" in declared_in(schema)[group].metadata
-            names: list[Any] = [*group_values] if is_list else [group_values.get("name")]
+            group_values = values.get(group, {})
+            values_by_name = group_values if is_list else {group_values.get("name"): group_values}
             alternatives = dict(classes)
-            for name in (name for name in names if absent_plugins and name not in classes):
-                if builds is None or group in builds:
-                    raise PluginsNeeded(f"{source}: {group}={name}", absent_plugins)
-                choice_values = group_values[name] if is_list else group_values
-                alternatives[name] = _absent(bases_of(schema)[group], classes, choice_values)
-                unknown_choices.append(f"{group}={name}")
-            choices = {name: OmegaConf.structured(alternative(group, alternatives, name)) for name in names}
-            merged[group] = choices if is_list else choices[names[0]]
+            for name, choice_values in values_by_name.items():
+                if absent_plugins and name not in classes:
+                    if builds is None or group in builds:
+                        raise PluginsNeeded(f"{source}: {group}={name}", absent_plugins)
+                    alternatives[name] = _absent(bases_of(schema)[group], classes, choice_values)
+                    unknown_choices.append(f"{group}={name}")
+            choices = {name: OmegaConf.structured(alternative(group, alternatives, name)) for name in values_by_name}
+            merged[group] = choices if is_list else choices[group_values.get("name")]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
         literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
     except PluginsNeeded:
         raise
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
     if unknown_choices:
         needed = PluginsNeeded(", ".join(unknown_choices), absent_plugins)

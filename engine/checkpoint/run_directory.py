@@ -212,7 +212,9 @@ class RunDirectory:
         if state["task"] != config.task:
             raise self._error(f" is for the task {state['task']}: expected {config.task}")
         recorded = of_checkpoint(state, f"run_dir={self.path}")
-        _adopt_measured_normalisation(config, recorded)
+        if config.data.is_measured:  # as the run measured at its start
+            config.data.mean = config.data.mean or recorded.data.mean
+            config.data.std = config.data.std or recorded.data.std
         self._check_configuration(state, recorded, config, total_steps)
         self._check_files(state["data"], files, descriptions or {})
         return state
@@ -274,9 +276,6 @@ class RunDirectory:
         """The last checkpoint, or if it is damaged or gone the previous one, which `resumed` and `notice` then say."""
         try:
             return checkpoint.load(self.last)
-        except checkpoint.OtherFormat as error:  # going back would overwrite it
-            advice = f"Continue it with the version that wrote it, or {_ANOTHER}"
-            raise self._error(f" cannot be continued: {error}. {advice}") from error
         except ValueError as error:
             reason = error
         self._last_is_good = False
@@ -289,13 +288,6 @@ class RunDirectory:
         self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state
-
-
-def _adopt_measured_normalisation(config: TrainingRun, recorded: TrainingRun) -> None:
-    """Where mean and std are measured, take what the recorded run measured at its start."""
-    if config.data.is_measured:
-        config.data.mean = config.data.mean or recorded.data.mean
-        config.data.std = config.data.std or recorded.data.std
 
 
 def _changed_keys(recorded: TrainingRun, config: TrainingRun) -> dict[str, tuple[object, object]]:

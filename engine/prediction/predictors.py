@@ -62,6 +62,10 @@ class Predictor(nn.Module):
     def channels(self) -> int:
         return self.mean.shape[1]
 
+    def extra_repr(self) -> str:
+        weights = sum(parameter.numel() for parameter in self.parameters())
+        return f"{len(self.classes)} classes, images of {self.channels} channels, {weights:,} parameters"
+
     def planes(self, image: Picture) -> Tensor:
         """An image, uint8 (channels, H, W)."""
         return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels_of(image, self.range16, self.channels), -1, 0)))

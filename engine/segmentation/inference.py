@@ -105,21 +105,6 @@ def predict(
 
     MemoryError: the device does not have enough memory for these images.
     """
-
-    def mean_softmax(scores: Tensor) -> Tensor:
-        return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
-
-    def predict_rows(scores: Tensor) -> Tensor:  # (N, classes, rows, W) -> (N, channels, rows, W)
-        highest, classes = scores.max(dim=1, keepdim=True)
-        if unscored is not None:
-            unscored[0] += highest.isfinite().logical_not_().sum()
-            unscored[1] += highest.numel()
-        if probabilities:
-            return mean_softmax(scores)
-        if hasattr(getattr(network, "head", None), "decide"):
-            classes = network.decide(scores if views.count() == 1 else mean_softmax(scores).log())[:, None]
-        return classes.to(torch.uint8)
-
     network: Any = forward.network.eval()
     count, _, height, width = images.shape
     size = views.size((height, width))
@@ -129,15 +114,36 @@ def predict(
         top = 0
         predicted = []
         for scores in _scores(forward, images, size, views, windows):
-            predicted.append(predict_rows(scores))
+            predicted.append(_predicted_rows(network, scores, views, probabilities, unscored))
             if on_probabilities is not None:
-                on_probabilities(*_resized_rows(mean_softmax(scores), top, size, (height, width)))
+                on_probabilities(*_resized_rows(_mean_softmax(scores, views), top, size, (height, width)))
             top += scores.shape[2]
         del scores  # all of a single pass
         predictions = predicted[0] if len(predicted) == 1 else torch.cat(predicted, dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
+
+
+def _predicted_rows(network: Any, scores: Tensor, views: Views, probabilities: bool, unscored: Tensor | None) -> Tensor:
+    """Probabilities (N, classes, rows, W) of some rows, or their train ids (N, 1, rows, W), from `_scores`.
+
+    `unscored`: see `predict`.
+    """
+    highest, classes = scores.max(dim=1, keepdim=True)
+    if unscored is not None:
+        unscored[0] += highest.isfinite().logical_not_().sum()
+        unscored[1] += highest.numel()
+    if probabilities:
+        return _mean_softmax(scores, views)
+    if hasattr(getattr(network, "head", None), "decide"):
+        classes = network.decide(scores if views.count() == 1 else _mean_softmax(scores, views).log())[:, None]
+    return classes.to(torch.uint8)
+
+
+def _mean_softmax(scores: Tensor, views: Views) -> Tensor:
+    """The probabilities of `_scores`."""
+    return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
 
 def _resized_rows(scores: Tensor, top: int, size: tuple[int, int], to_size: tuple[int, int]) -> tuple[Tensor, slice]:

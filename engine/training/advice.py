@@ -7,7 +7,6 @@ import torch
 
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import override
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 BFLOAT16 = (  # for the log: docs/results/steps.md
@@ -69,17 +68,3 @@ def on_scale(config: TrainingRun, variance: float) -> str:
         f"data.std (networks from Caffe take levels of 0 to 255: data.std=[0.00392,0.00392,0.00392]; most of them "
         f"also take BGR: reverse the input channels of the first convolution in the file)"
     )
-
-
-def on_random_weights(experiment: str) -> str:
-    """A warning that a run of an experiment that starts from trained weights has none."""
-    return (
-        f"experiment={experiment} starts from a pretrained backbone, and this run from random weights: it will "
-        f"count for no row of a table. Give init.weights=FILE; see the head of configs/experiment/{experiment}.yaml"
-    )
-
-
-def on_loss(config: TrainingRun, trained: str) -> str:
-    """An error about a loss whose parameter `trained` would be trained."""
-    loss = f"loss={config.loss.name}" if isinstance(config, SegmentationRun) else "the loss"
-    return f"{loss}: {trained} gets a gradient, but only the network is trained: let the head have it"

@@ -10,7 +10,7 @@ from engine.assemble.contracts import batch_problem
 from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.schema.schedule import Schedule
-from engine.schema.training import CAPTURE_ADVICE, Trainer, TrainingRun
+from engine.schema.training import Trainer, TrainingRun
 from engine.training.capture import CapturedMicroBatches, listed_few, random_modules
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
@@ -85,7 +85,7 @@ def learner_of(
     captured = None
     if eager_because is None:
         world.share_parameters(network)  # as DDP does
-        captured = CapturedMicroBatches(network, CAPTURE_ADVICE, _repetition_key(trainer), trainer.capture is True)
+        captured = CapturedMicroBatches(network, _repetition_key(trainer), trainer.capture is True)
     optimizer = optimization.optimizer(config.optim, network, config.head_modules)
     return Learner(
         network=network,

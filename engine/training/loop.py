@@ -131,7 +131,9 @@ def _checked_step(loss: Loss, run: Run[Config, Split]) -> Iterator[None]:
         yield
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.grad is not None:
-            raise ValueError(advice.on_loss(run.config, name))
+            raise ValueError(
+                f"{run.loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
+            )
 
 
 class LaunchedStep(NamedTuple):

@@ -214,23 +214,29 @@ def planned_step(
         if come_one_by_one:
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
-        with torch.no_grad(), learner.forward.autocast():
-            outputs = learner.network(inputs)
-        outputs = tree_map(lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf, outputs)
-        with CountedStep() as of_loss:
-            loss(outputs, labels).backward()
+        loss_bytes = _bytes_of_loss(learner, loss, inputs, labels)
         gradients = resident["gradients"]
         if come_one_by_one:
             resident["gradients"] = 0
         elif device_count > 1 and trainer.accumulation_steps > 1 and not is_captured:
             resident["gradients"] *= 2
-        resident |= {"images": resident["images"] + inputs.nbytes, "loss": of_loss.peak}
+        resident |= {"images": resident["images"] + inputs.nbytes, "loss": loss_bytes}
         left = available - sum(resident.values()) - (gradients if come_one_by_one else 0)
         budgets = [*_SHARES, left] if left >= FEWEST else _SHARES
         with learner.forward.autocast():
             planned = plan(learner.network, inputs, budgets)
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in planned.rows)
     return PlannedStep(resident, planned.gradients, of_optimizer.peak, list(plans))
+
+
+def _bytes_of_loss(learner: Learner, loss: Loss, inputs: Tensor, labels: Tensor) -> int:
+    """Bytes that the loss of a network's outputs needs for its forward and backward pass."""
+    with torch.no_grad(), learner.forward.autocast():
+        outputs = learner.network(inputs)
+    outputs = tree_map(lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) else leaf, outputs)
+    with CountedStep() as step:
+        loss(outputs, labels).backward()
+    return step.peak
 
 
 def memory_within_budget(config: TrainingRun, device_count: int, is_captured: bool = False) -> tuple[Memory, int, str]:
@@ -313,56 +319,55 @@ def fit_to_budget(config: Config) -> tuple[Config, str]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    is_captured = False
-    if config.memory.budget is not None:  # it is captured, as far as its keys say it
-        world = World(size=world_size(), device=device_of(config.trainer.device, key="trainer.device"))
-        with FakeTensors():
-            network = network_of(config, classes_of(config.data))
-        is_captured = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is None
-    try:
-        return _config_within_budget(config, is_captured), ""
-    except ValueError:
-        if not is_captured:
-            raise
-    eager = _config_within_budget(config, is_captured=False)
-    because = f"memory.budget={config.memory.budget} leaves nothing for a CUDA graph"
-    if config.trainer.capture is True:
-        raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
-    return eager, because
-
-
-def _config_within_budget(config: Config, is_captured: bool) -> Config:
-    """A copy that trains within `memory.budget`, captured or not; the log says why. ValueError: nothing fits."""
     memory, process_count = config.memory, world_size()
     if memory.gpus not in (None, process_count):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {process_count} process(es): leave it out, or start as many "
             f"with torchrun --nproc-per-node {memory.gpus}"
         )
-    available = memory.available(process_count, is_captured)
-    if available is None:
-        return config
+    if memory.budget is None:
+        return config, ""
+    world = World(size=process_count, device=device_of(config.trainer.device, key="trainer.device"))
+    with FakeTensors():
+        network = network_of(config, classes_of(config.data))
+    if why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is not None:
+        return _config_within_budget(config, world, is_captured=False), ""
+    try:
+        return _config_within_budget(config, world, is_captured=True), ""
+    except ValueError:
+        eager = _config_within_budget(config, world, is_captured=False)
+    because = f"memory.budget={memory.budget} leaves nothing for a CUDA graph"
+    if config.trainer.capture is True:
+        raise ValueError(f"trainer.capture=true: {because}; {CAPTURE_ADVICE}")
+    return eager, because
+
+
+def _config_within_budget(config: Config, world: World, is_captured: bool) -> Config:
+    """A copy that trains within `memory.budget`, captured or not; the log says why. ValueError: nothing fits."""
+    memory = config.memory
+    available = memory.available(world.size, is_captured)
+    assert available is not None, "there is a budget"
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _config_of_resumed_run(config) or fitting_config(config, process_count, is_captured)
+        chosen = _config_of_resumed_run(config) or fitting_config(config, world.size, is_captured)
     data = chosen.data
-    share = crops_per_device(chosen, process_count)
+    share = crops_per_device(chosen, world.size)
     if config.trainer.recompute == "budget":
-        chosen.memory, peak, sum_text = memory_within_budget(chosen, process_count, is_captured)
+        chosen.memory, peak, sum_text = memory_within_budget(chosen, world.size, is_captured)
     else:
         chosen.memory = Memory()
-        peak = step_memory(chosen, share, data.crop_size, process_count).peak
+        peak = step_memory(chosen, share, data.crop_size, world.size).peak
         sum_text = size_text(available)
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
-    limit = limit_of_images(replace(chosen, memory=memory), process_count)
     if peak > available:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors "
-            f"{advice.on_memory(config, process_count)}"
+            f"{advice.on_memory(config, world.size)}"
         )
-    if device_of(config.trainer.device, key="trainer.device").type == "cpu":
+    limit = limit_of_images(replace(chosen, memory=memory), world.size)
+    if world.device.type == "cpu":
         limit += "; on a CPU nothing enforces it"
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "

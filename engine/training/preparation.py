@@ -25,7 +25,6 @@ from engine.process.stopping import Preempted, StopRequest
 from engine.records.evaluated import Dataset
 from engine.schema.keys import deciding
 from engine.schema.training import TrainingRun
-from engine.training import advice
 from engine.training.papers import paper_of, weights_of
 from engine.training.resumption import Watch
 from engine.training.run import Config, Run, Split
@@ -67,25 +66,35 @@ def open_run(
                 train_set = watch.first_images(train_set, data.crops_per_minibatch)
             run = _make_run(config, world, stop, directory, train_set, val_set)
             run.watch = watch
-            if run.resumed is None:
-                check_exists(config.init)
-            log_to(run.console, directory.log if world.first else None, world.rank)
-            logger.debug(command)
-            if world.first and directory.notice:
-                logger.warning(directory.notice)
-            if world.first:
-                for doubt in doubts:
-                    logger.warning(doubt)
+            _begin_log(run, command, doubts)
             _verify_and_measure_images(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
-            try:
+            with _loggers_told_of_end(run):
                 yield run
-            except BaseException as error:
-                run.tell_loggers("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
-                raise
-            run.tell_loggers("end", "finished")
+
+
+def _begin_log(run: Run, command: str, doubts: list[str]) -> None:
+    """Open the log, in which the command and warnings come first. ValueError: init.weights does not exist."""
+    if run.resumed is None:
+        check_exists(run.config.init)
+    log_to(run.console, run.directory.log if run.world.first else None, run.world.rank)
+    logger.debug(command)
+    if run.world.first:
+        for doubt in filter(None, [run.directory.notice, *doubts]):
+            logger.warning(doubt)
+
+
+@contextmanager
+def _loggers_told_of_end(run: Run) -> Iterator[None]:
+    """Context of a run, after which its own loggers are told how it has ended."""
+    try:
+        yield
+    except BaseException as error:
+        run.tell_loggers("end", "stopped" if isinstance(error, (Preempted, KeyboardInterrupt)) else "failed")
+        raise
+    run.tell_loggers("end", "finished")
 
 
 def _doubts(config: TrainingRun, overrides: list[str], train_set: Dataset, val_set: Dataset) -> list[str]:
@@ -100,7 +109,11 @@ def _doubts(config: TrainingRun, overrides: list[str], train_set: Dataset, val_s
             raise ValueError(f"experiment={experiments[-1]} is a row of a paper, but {shortfall}: {cure}")
         doubts.append(f"{shortfall}: an archive is not unpacked, or a folder is missing; scores compare with none")
     if config.init.weights is None and any(map(weights_of, experiments)):
-        doubts.append(advice.on_random_weights(experiments[-1]))
+        doubts.append(
+            f"experiment={experiments[-1]} starts from a pretrained backbone, and this run from random weights: it "
+            f"will count for no row of a table. Give init.weights=FILE; see the head of "
+            f"configs/experiment/{experiments[-1]}.yaml"
+        )
     return doubts
 
 

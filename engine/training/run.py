@@ -72,6 +72,11 @@ class Run(Generic[Config, Split]):
         """The configuration for files. It does not change, and converting it takes 10 ms."""
         return configuration.plain(self.config)
 
+    @property
+    def loss_name(self) -> str:
+        """The loss, for messages."""
+        return f"loss={self.config.loss.name}" if isinstance(self.config, SegmentationRun) else "loss"
+
     def recorded_config(self) -> dict:
         """The configuration for checkpoints and results: `trainer.capture` as was decided, `data.root` a whole path."""
         trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
@@ -176,9 +181,8 @@ class Run(Generic[Config, Split]):
 
     def _parts(self, loss: Any, minibatches: Any) -> dict[str, Any]:
         """What may keep a state besides the network and its optimiser, by the names that messages have."""
-        loss_name = f"loss={self.config.loss.name}" if isinstance(self.config, SegmentationRun) else "loss"
         rates = Rates(self.learner.scheduler, self.learner.optimizer)
-        parts = {loss_name: loss, f"lr_schedule={self.config.lr_schedule.name}": rates}
+        parts = {self.loss_name: loss, f"lr_schedule={self.config.lr_schedule.name}": rates}
         parts |= {f"logger={name}": part for name, part in self.loggers.items()}
         draws = getattr(minibatches, "batch_sampler", None)
         if isinstance(draws, Draws):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset, SegmentationDataset
@@ -20,15 +19,9 @@ from engine.training.run import Run
 
 
 def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader, at_once: AtOnce) -> Evaluated:
-    """Evaluate the current network of a run, and show its predictions.
+    """Evaluate the current network of a run on this rank's images, and show its predictions.
 
-    Args:
-        loader: this rank's share of the images.
-        at_once: see `evaluate_split`.
-
-    Raises:
-        MemoryError: the device does not have enough memory.
-        Preempted: the run was asked to stop.
+    Errors: see `evaluate_split`; Preempted: the run was asked to stop.
     """
     data, world = run.config.data, run.world
     collector = PictureCollector(run.val_set, run.config.trainer.pictures)
@@ -43,9 +36,8 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         at_once=at_once,
         added=added_scores(run.config, run.val_set),
     )
-    pictures: dict[str, np.ndarray] = {}
-    for pictures_of_rank in world.gather(collector.pictures()):
-        pictures |= {f"val_pictures/{name}": picture for name, picture in pictures_of_rank.items()}
+    ranks = world.gather(collector.pictures())
+    pictures = {f"val_pictures/{name}": picture for shown in ranks for name, picture in shown.items()}
     return replace(evaluated, pictures=pictures)
 
 
