@@ -17,7 +17,7 @@ from engine import assemble
 from engine.assemble.contracts import parts_named
 from engine.assemble.tasks import TASKS
 from engine.checkpoint.files import has_ended
-from engine.checkpoint.random_states import ranks_of
+from engine.checkpoint.rank_states import ranks_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import load_checkpoint, trained_forward

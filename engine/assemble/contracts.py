@@ -92,12 +92,18 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
 
 def check_choices(config: TrainingRun) -> None:
     """Raise ValueError, naming the choice, if one of a run cannot be built as its contract says. Nothing is built."""
-    for group in CONTRACTS.keys() & groups_of(type(config)).keys():
-        for _, choice in chosen(group, getattr(config, group)):
-            builder(group, choice)
+    for group, choice in _choices_of(config):
+        builder(group, choice)
     problem = batch_problem(config)
     if config.trainer.capture is True and problem:
         raise ValueError(f"trainer.capture=true: {problem}; {CAPTURE_ADVICE}")
+
+
+def _choices_of(config: TrainingRun) -> Iterator[tuple[str, Any]]:
+    """Each choice of a run that something is built of, with its group."""
+    for group in CONTRACTS.keys() & groups_of(type(config)).keys():
+        for _, choice in chosen(group, getattr(config, group)):
+            yield group, choice
 
 
 def batch_problem(config: TrainingRun) -> str | None:
@@ -145,11 +151,10 @@ def _part_behind(error: Exception, config: TrainingRun) -> str | None:
 def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
     """GROUP=NAME of each choice whose class or function is not ours, by that class or function."""
     names = {}
-    for group in CONTRACTS.keys() & groups_of(type(config)).keys():
-        for _, choice in chosen(group, getattr(config, group)):
-            factory = _factory(group, type(choice))
-            if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS):
-                names[factory] = f"{group}={choice.name}"
+    for group, choice in _choices_of(config):
+        factory = _factory(group, type(choice))
+        if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS):
+            names[factory] = f"{group}={choice.name}"
     return names
 
 

@@ -149,7 +149,8 @@ def training_loader(
 
     ValueError: the minibatch size does not fit the images or the world size.
     """
-    data, sampler = config.data, config.sampler
+    data = config.data
+    sampler = config.sampler
     order = order_of(config, total_steps, world, start_step)
     names = [entry.name for entry in dataset.files]
     source = index if sampler.needs_class_index else len(dataset)

@@ -66,8 +66,10 @@ def _class_weights(config: Loss, index: ClassIndex | None) -> Tensor | None:
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
     """The views of each image; `data`: the training's, perhaps changed by the command."""
-    window, scales = options.window, tuple(options.tta.scales)
-    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, options.tta.flip)
+    window = options.window
+    return Views(
+        data.base_size, data.antialias, window.size, window.overlap, tuple(options.tta.scales), options.tta.flip
+    )
 
 
 def segment(

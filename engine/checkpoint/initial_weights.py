@@ -47,6 +47,13 @@ class Weights(NamedTuple):
         """The tensors, with scales in the form that our norms use."""
         return self.tensors if self.released_eps is None else from_released(self.tensors, self.released_eps)
 
+    def difference_of_classes(self, classes: Sequence[str]) -> str | None:
+        """How the classes differ from those of the file, if it names them; None if they do not."""
+        for trained_name, name in zip(self.classes or (), classes, strict=False):
+            if trained_name != name:
+                return f"for other classes, such as {trained_name} in place of {name}"
+        return None
+
     def differences(self, config: TrainingRun) -> Iterator[str]:
         """Sentences on how a run's activation and normalisation differ from those the weights were trained with."""
         if self.activation not in (None, config.norm.activation):
@@ -90,12 +97,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     """
     init = config.init
     is_released = isinstance(config.norm, ReleasedNorm)
-    assert init.weights is not None
-    if init.weights == PUBLISHED:
-        assert isinstance(config.body, TorchvisionBody), "TrainingRun.check requires it"
-        path = downloaded_file(config.body.name, config.body.network)
-    else:
-        path = checkpoint.file_of(init.weights)
+    path = _file_of_weights(config)
     name = f"init.weights={path}"
     weights = _weights_in_file(path, name, network, config)
     if is_released and weights.released_eps is None:
@@ -103,38 +105,42 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
             f"other norms; give norm=inplace"
         )
-    tensors = weights.tensors if is_released else weights.converted()
 
-    def skip(tensor_name: str, tensor: Tensor) -> str | None:
-        """Why a tensor of the file is left out; None if it is loaded."""
+    def skip(tensor_name: str, _: Tensor) -> str | None:
         if init.part == "body" and not is_of_body(tensor_name):
             return "init.part=body"
-        if weights.classes is None and is_of_classifier(tensor_name):
+        if not is_of_classifier(tensor_name):
+            return None
+        if weights.classes is None:
             check_order(classes, name, config.data.order_key)
-        pairs = zip(weights.classes or (), classes, strict=False) if is_of_classifier(tensor_name) else ()
-        for trained_name, class_name in pairs:
-            if trained_name != class_name:
-                return f"for other classes, such as {trained_name} in place of {class_name}"
-        return None
+        return weights.difference_of_classes(classes)
 
     advice = f"Give the body{weights.body} and norm.learn_scale that it was trained with"
     if init.part == "network":
         advice = f"{advice}, and its head; or init.part=body for its body alone"
-    remarks = (*weights.remarks, *weights.differences(config))
     report = load_by_name(
         network,
-        tensors,
+        weights.tensors if is_released else weights.converted(),
         source=weights.source,
         name=name,
         advice=advice,
         skip=skip,
-        remarks=remarks,
+        remarks=(*weights.remarks, *weights.differences(config)),
         channels=config.data.channels,
     )
     if weights.classes is None and any(map(is_of_classifier, report.matched)):
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
     return report
+
+
+def _file_of_weights(config: TrainingRun) -> Path:
+    """The file that `init.weights` means, downloaded if it is a published one."""
+    assert config.init.weights is not None
+    if config.init.weights != PUBLISHED:
+        return checkpoint.file_of(config.init.weights)
+    assert isinstance(config.body, TorchvisionBody), "TrainingRun.check requires it"
+    return downloaded_file(config.body.name, config.body.network)
 
 
 def _weights_in_file(path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:

@@ -22,7 +22,7 @@ from datasets.workers import Loader
 from engine import assemble
 from engine.assemble.contracts import parts_named
 from engine.checkpoint import files
-from engine.checkpoint.random_states import ranks_of
+from engine.checkpoint.rank_states import ranks_of
 from engine.checkpoint.recorded import PluginsNeeded, of_checkpoint
 from engine.classification import accuracy
 from engine.prediction.predictors import Classifier, ImageFormat, Segmenter
@@ -154,7 +154,8 @@ def needed_parts(config: TrainingRun) -> list[str]:
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
     """A predictor that gives the network images as an evaluation does. `state`: content of its checkpoint."""
-    classes, data = state["classes"], config.data
+    classes = state["classes"]
+    data = config.data
     image_format = ImageFormat(data.range16, getattr(data, "shown", None))
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids

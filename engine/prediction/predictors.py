@@ -223,7 +223,8 @@ def check_levels(images: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     images = images.detach()
-    lowest, highest = images.amin(), images.amax()
+    lowest = images.amin()
+    highest = images.amax()
     wrong = lowest < 0
     if images.is_floating_point():
         wrong = wrong | (highest <= 1) & (images != images.trunc()).any()

@@ -101,18 +101,27 @@ def program_of(
             )
     except Exception as error:  # PyTorch's errors have many types
         reason = " ".join(str(error).split())[:300]
-        sizes = "images of all sizes" if size is None else f"images of {height}x{width} pixels"
-        advice = " (give size=[HEIGHT,WIDTH], which is easier to follow)" if size is None else ""
+        if size is None:
+            sizes = "images of all sizes"
+            advice = " (give size=[HEIGHT,WIDTH], which is easier to follow)"
+        else:
+            sizes = f"images of {height}x{width} pixels"
+            advice = ""
         if network.dtype != torch.float32:
             advice += " (bodies that add in float32, such as RevNets, need float32)"
         raise ValueError(
             f"torch.export cannot follow the network for {sizes} in {network.dtype}: {type(error).__name__}: "
             f"{reason}{advice}"
         ) from error
+    return _generalised(program)
+
+
+def _generalised(program: ExportedProgram) -> ExportedProgram:
+    """The program without what only the example decided, and without names of files and classes."""
     graph = program.graph_module
     _remove_equality_assertions(graph)
     for node in graph.graph.nodes:
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):  # names of files and classes
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
             node.meta.pop(key, None)
     graph.recompile()
     return ExportedProgram(  # without the guards of the old one, which are equalities too

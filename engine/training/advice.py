@@ -42,7 +42,8 @@ def gains_by_bfloat16(config: TrainingRun, device: torch.device) -> bool:
 
 def on_memory(config: TrainingRun, process_count: int, is_captured: bool = False) -> str:
     """Changes that each roughly halve a training step's memory, and are not made already."""
-    trainer, norm = config.trainer, config.norm
+    trainer = config.trainer
+    norm = config.norm
     ways = []
     at_a_time = config.data.crops_per_minibatch // (process_count * trainer.accumulation_steps)
     if at_a_time >= 2 * config.fewest_on_each(process_count):

@@ -44,31 +44,27 @@ class FlatGradients:
 
     def names_outside(self) -> list[str]:
         """Names of parameters whose gradient lies outside the buffers."""
-        return [
-            name
-            for name, parameter in self.network.named_parameters()
-            if parameter.grad is not self.parts.get(parameter)
-        ]
+        named = self.network.named_parameters()
+        return [name for name, parameter in named if parameter.grad is not self.parts.get(parameter)]
 
     @torch.no_grad()
     def move_into_buffers(self) -> None:
         """Make buffers for the gradients that backward passes have made, and move them there."""
         if not self.names_outside():
             return
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        gradients_by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor]] = {}
         for parameter in self.network.parameters():
             if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+                gradients_by_dtype.setdefault(parameter.grad.dtype, {})[parameter] = parameter.grad
         self.parts = {}
         self.buffers = []
-        for parameters in by_dtype.values():
-            lengths = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
-            assert parameters[0].grad is not None, "those without a gradient are left out"
-            buffer = parameters[0].grad.new_zeros(sum(lengths))
-            for parameter, part in zip(parameters, buffer.split(lengths), strict=True):
+        for dtype, gradients in gradients_by_dtype.items():
+            lengths = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in gradients]
+            device = next(iter(gradients)).device
+            buffer = torch.zeros(sum(lengths), dtype=dtype, device=device)
+            for (parameter, gradient), part in zip(gradients.items(), buffer.split(lengths), strict=True):
                 like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory format
-                assert parameter.grad is not None, "those without a gradient are left out"
-                self.parts[parameter] = part.as_strided(like.shape, like.stride()).copy_(parameter.grad)
+                self.parts[parameter] = part.as_strided(like.shape, like.stride()).copy_(gradient)
                 parameter.grad = self.parts[parameter]
             self.buffers.append(buffer)
 

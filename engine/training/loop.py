@@ -149,7 +149,8 @@ class LaunchedStep(NamedTuple):
 
 def _record_step(launched: LaunchedStep, run: Run[Config, Split]) -> bool:
     """Wait for a step, and record it; return whether a rank was asked to stop before it. Every rank must call it."""
-    metrics, step = run.metrics, launched.step
+    metrics = run.metrics
+    step = launched.step
     try:
         loss, gradient_norm, must_stop, loss_scale = run.learner.read(launched.outcome)
     except FloatingPointError as error:

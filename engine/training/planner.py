@@ -272,7 +272,8 @@ def fitting_config(config: Config, device_count: int, is_captured: bool = False)
 
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
-    memory, fewest = config.memory, config.fewest_on_each(device_count) * config.trainer.accumulation_steps
+    memory = config.memory
+    fewest = config.fewest_on_each(device_count) * config.trainer.accumulation_steps
     available = memory.available(device_count, is_captured)
     assert available is not None
     size = config.data.crop_size
@@ -319,7 +320,8 @@ def fit_to_budget(config: Config) -> tuple[Config, str]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    memory, process_count = config.memory, world_size()
+    memory = config.memory
+    process_count = world_size()
     if memory.gpus not in (None, process_count):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {process_count} process(es): leave it out, or start as many "

@@ -46,7 +46,8 @@ def open_run(
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
         OSError: a checkpoint cannot be written, data do not arrive in time, or another rank is lost.
     """
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     with (
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
         reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),

@@ -21,8 +21,7 @@ from engine.assemble.network import arithmetic
 from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
-from engine.checkpoint.part_states import restore_states, saved_states
-from engine.checkpoint.random_states import random_states, restore_random_states
+from engine.checkpoint.rank_states import random_states, restore_random_states, restore_states, saved_states
 from engine.checkpoint.run_directory import RunDirectory
 from engine.configuration import config as configuration
 from engine.process import plugins
@@ -115,7 +114,10 @@ class Run(Generic[Config, Split]):
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
         if self.resumed and self.resumed["finished"] and self.start_step < self.schedule.total_steps:
-            self._continue_ended_run()
+            if self.metrics.ends_early:
+                self._log_early_end()
+            elif self.world.first:
+                self.directory.results.unlink(missing_ok=True)  # the run goes on
 
     def _initialise(self, learner: Learner) -> None:
         """Load init.weights. ValueError: they do not fit."""
@@ -133,15 +135,12 @@ class Run(Generic[Config, Split]):
                 config = copy.deepcopy(self.plain_config)
                 self.loggers[name] = builder("logger", choice)(self.directory.path, config=config)
 
-    def _continue_ended_run(self) -> None:
-        """The resumed run had ended before its last step: say why, unless it now goes on."""
-        if self.metrics.ends_early:
-            longer = "a larger trainer.patience continues it, and null to its last step"
-            place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
-            why = advice.why_ended_early(self.config, self.metrics)
-            logger.info(f"{place}: {why}. It is evaluated again; {longer}")
-        elif self.world.first:
-            self.directory.results.unlink(missing_ok=True)
+    def _log_early_end(self) -> None:
+        """Say why the resumed run had ended before its last step, and how it goes on."""
+        longer = "a larger trainer.patience continues it, and null to its last step"
+        place = f"{self.directory.path} has ended early, after step {self.start_step:,}"
+        why = advice.why_ended_early(self.config, self.metrics)
+        logger.info(f"{place}: {why}. It is evaluated again; {longer}")
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """Load the checkpoint to resume. ValueError: it has other classes or does not fit the learner."""
@@ -262,7 +261,8 @@ class Run(Generic[Config, Split]):
 
     def _introduction(self, learner: Learner) -> Iterator[str]:
         """Lines for the log: how the run computes, its size and length, and what to expect of the first steps."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         order = config.data.order_taken(self.train_set.classes)
         if order is not None:
             yield order
@@ -286,7 +286,8 @@ class Run(Generic[Config, Split]):
 
     def _settings(self, learner: Learner) -> str:
         """For the log: initial weights, how a step computes, what is frozen, each group's rate and decay."""
-        config, trainer = self.config, self.config.trainer
+        config = self.config
+        trainer = config.trainer
         on_cuda = self.world.device.type == "cuda"
         why_eager = f": {learner.eager_because}" if on_cuda and learner.eager_because else ""
         weights = config.init.weights or getattr(config.body, "weights", None) or "random"

@@ -23,7 +23,8 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
 
     Errors: see `evaluate_split`; Preempted: the run was asked to stop.
     """
-    data, world = run.config.data, run.world
+    data = run.config.data
+    world = run.world
     collector = PictureCollector(run.val_set, run.config.trainer.pictures)
     evaluated = segmentation.evaluate_split(
         run.learner.evaluated,

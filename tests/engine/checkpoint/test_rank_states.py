@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import torch
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.random_states import random_states, restore_random_states
+from engine.checkpoint.rank_states import random_states, restore_random_states
 from engine.process.distributed import World
 
 
