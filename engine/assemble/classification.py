@@ -49,14 +49,10 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
     """One split, minus the mean image in the checkpoint content `state` if the training subtracted one.
 
-    ValueError: see `classified_split`; or the checkpoint lacks the mean image.
+    ValueError: see `classified_split`.
     """
     dataset = classified_split(config, split)
-    if not config.mean_image:
-        return dataset
-    if "mean_image" not in state:
-        raise ValueError("the checkpoint has no 'mean_image', which data.mean_image=true needs: restore it from a copy")
-    return dataset.minus(state["mean_image"].numpy())
+    return dataset.minus(state["mean_image"].numpy()) if config.mean_image else dataset
 
 
 def classified_crops(

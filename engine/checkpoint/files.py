@@ -23,7 +23,6 @@ from models.checkpoints.loading import is_auxiliary, listed, not_finite
 from models.private_torch import tree_leaves
 
 FORMAT = "inplace-abn/2"
-RESTORE = "Restore the file from a copy"
 RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
 BEST = "best.pt"
 NEEDED = ("task", "step", "config", "classes", "network")
@@ -157,17 +156,12 @@ def load(path: Path) -> dict:
 
 
 def checked(state: object, path: Path) -> dict:
-    """Return a file's content. ValueError unless it is a checkpoint that can be evaluated."""
+    """Return a file's content. ValueError unless it is a checkpoint of this project."""
     if not isinstance(state, dict) or "format" not in state:
         raise ValueError(f"checkpoint {path} is not of this project: {OF_OTHERS}")
     if state["format"] != FORMAT:
         raise ValueError(
             f"checkpoint {path} has format {state['format']!r}: expected {FORMAT!r}, as this version writes"
-        )
-    missing = [part for part in NEEDED if part not in state]
-    if missing:
-        raise ValueError(
-            f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
     return state
 

@@ -132,9 +132,6 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
     path, state, config = load_checkpoint(options)
     options.apply_to(config)
     config.trainer.recompute = "none"
-    for part in needed_parts(config):
-        if part not in state:
-            raise ValueError(f"checkpoint {path} has no {part!r}, which its task needs. {files.RESTORE}")
     if isinstance(config.norm, ReleasedNorm):  # an in-place norm computes the same, with scales |weight| + eps
         weights = "ema" if options.averaged and "ema" in state else "network"
         state = {**state, weights: from_released(state[weights], config.norm.eps)}
@@ -143,13 +140,6 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction | None = None) -
         forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.with_network(to_standard(forward.network, report=lambda _: None))
     return Opened(predictor(config, options, state, forward), config, state)
-
-
-def needed_parts(config: TrainingRun) -> list[str]:
-    """The parts of a checkpoint that a predictor reads, besides those that every checkpoint has."""
-    if isinstance(config, SegmentationRun):
-        return ["palette"]
-    return ["mean_image"] if getattr(config.data, "mean_image", False) else []
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:

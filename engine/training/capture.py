@@ -140,7 +140,7 @@ class CapturedMicroBatches:
         if not self.is_warm:
             with before_capture():
                 loss = self._run_eagerly(micro_batch, images, labels)
-            self.problem = self.problem or self._note_numbers(micro_batch)
+            self.problem = self.problem or self._problem_of_numbers(micro_batch)
             return loss
         if self.replay is None:
             self._capture(micro_batch, images, labels)
@@ -196,7 +196,7 @@ class CapturedMicroBatches:
             names = self.gradients.names_outside()
             if names:
                 raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
-            problem = self._note_numbers(micro_batch)
+            problem = self._problem_of_numbers(micro_batch)
             if problem is not None:
                 raise NotCaptured(problem)
         except Exception as error:
@@ -238,25 +238,29 @@ class CapturedMicroBatches:
             finally:
                 del error  # or a cycle would keep the tensors of the pass
 
-    def _note_numbers(self, micro_batch: MicroBatch) -> str | None:
-        """Note the modules' numbers; return why they cannot be captured if one has changed since the last micro-batch.
+    def _problem_of_numbers(self, micro_batch: MicroBatch) -> str | None:
+        """Why the modules' numbers cannot be captured, if one has changed since the last micro-batch.
 
         Where `requested`, the first change is only a warning.
         """
-        previous_numbers = self.numbers
-        self.numbers = numbers_of(self.network, micro_batch)
-        if previous_numbers is None or self.has_warned:  # the first micro-batch may initialise modules
+        name = self._changed_number(micro_batch)
+        if name is None or self.has_warned:
             return None
-        names = previous_numbers | self.numbers
-        changed = [name for name in names if previous_numbers.get(name) != self.numbers.get(name)]
-        if not changed:
-            return None
-        text = f"{changed[0]} changes from step to step, and a CUDA graph would repeat its present value"
+        text = f"{name} changes from step to step, and a CUDA graph would repeat its present value"
         if not self.requested:
             return text
         self.has_warned = True
         logger.warning(f"trainer.capture=true: {text}")
         return None
+
+    def _changed_number(self, micro_batch: MicroBatch) -> str | None:
+        """Note the modules' numbers; return the name of one that has changed since they were last noted."""
+        previous_numbers = self.numbers
+        self.numbers = numbers_of(self.network, micro_batch)
+        if previous_numbers is None:  # the first micro-batch may initialise modules
+            return None
+        names = previous_numbers | self.numbers
+        return next((name for name in names if previous_numbers.get(name) != self.numbers.get(name)), None)
 
     def _module_of(self, error: BaseException) -> str:
         """The name and class of the innermost module that was running when the error was raised."""

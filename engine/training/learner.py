@@ -62,7 +62,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def take_buffers(self, network: nn.Module) -> None:
-        """Copy the buffers of the network (its running statistics), unless there was no update since the last time."""
+        """Copy the network's buffers, its running statistics. Until the next update ranks may share the copies."""
         if self._buffers_are_old:
             for copied, buffer in zip(self.module.buffers(), network.buffers(), strict=True):
                 copied.copy_(buffer, non_blocking=True)
@@ -210,8 +210,7 @@ class Learner:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-            missing = isinstance(error, KeyError)
-            raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
+            raise ValueError(f"it does not fit this run: {error}") from error
 
     def _broken_gradients(self, outcome: "Outcome") -> str:
         """The gradients that are not finite, for messages."""

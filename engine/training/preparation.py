@@ -65,8 +65,7 @@ def open_run(
             doubts = _doubts(config, overrides, train_set, val_set)
             if watch is not None:
                 train_set = watch.first_images(train_set, data.crops_per_minibatch)
-            run = _make_run(config, world, stop, directory, train_set, val_set)
-            run.watch = watch
+            run = _make_run(config, world, stop, directory, train_set, val_set, watch)
             _begin_log(run, command, doubts)
             _verify_and_measure_images(run, command)
             arithmetic(trainer, fixed_sizes=True)
@@ -119,7 +118,13 @@ def _doubts(config: TrainingRun, overrides: list[str], train_set: Dataset, val_s
 
 
 def _make_run(
-    config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
+    config: Config,
+    world: World,
+    stop: StopRequest,
+    directory: RunDirectory,
+    train_set: Split,
+    val_set: Split,
+    watch: Watch | None,
 ) -> Run[Config, Split]:
     """The run, once all ranks have compared their configuration, data and checkpoint, and the directory is locked."""
     schedule = schedule_of(config, images=len(train_set))
@@ -144,7 +149,7 @@ def _make_run(
         facts_of_rank, f"every machine needs the same data, and all must share the folder {directory.path}"
     )
     console = make_console(world.rank)
-    return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
+    return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step, watch)
 
 
 def _verify_and_measure_images(run: Run, command: str) -> None:

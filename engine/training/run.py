@@ -60,10 +60,10 @@ class Run(Generic[Config, Split]):
     console: Console
     resumed: dict | None = None  # the checkpoint to resume from, after `start` without what the learner has loaded
     start_step: int = 0  # of that checkpoint
+    watch: Watch | None = None  # follows the run
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
     parts: dict[str, Any] = field(default_factory=dict)  # by name: what may keep a state, such as the loss
-    watch: Watch | None = None  # follows the run
     loggers: dict[str, Any] = field(default_factory=dict)  # the run's own, by name
 
     @cached_property

@@ -1,11 +1,9 @@
-"""The splits and the loss of classification."""
+"""The loss of classification."""
 
 import pytest
 import torch
 
-from engine.assemble.classification import evaluated_split
 from engine.assemble.tasks import TASKS
-from tests.runs import classification_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -19,10 +17,3 @@ def test_a_loss_of_16_bit_logits_equals_float32_s_and_can_be_scaled(dtype):
     expected = torch.nn.functional.cross_entropy(logits.detach().double(), labels)
     assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 1e-5
     assert logits.grad.isfinite().all()
-
-
-def test_a_checkpoint_that_lacks_the_mean_image_is_no_key_error():
-    """Images without it would be others than the network was trained on."""
-    config = classification_config("data.mean_image=true", "data.mean=[0,0,0]")
-    with pytest.raises(ValueError, match="^the checkpoint has no 'mean_image', which data.mean_image=true needs"):
-        evaluated_split(config.data, "val", {"classes": ["a"]})

@@ -419,21 +419,9 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, v
         recorded.from_plain(values, SegmentationRun, "checkpoint a.pt")
 
 
-@pytest.mark.parametrize(
-    "key, value, expected",
-    [
-        ("data.mean", [9e9, 0.5, 0.5], "3 numbers: red, green, blue, each 0 or more, at most 1"),
-        ("data.scale", [2.0, 0.5], "the lowest factor first"),
-    ],
-)
-def test_the_rules_of_the_command_line_hold_for_a_checkpoint(key, value, expected):
+def test_the_configuration_of_a_checkpoint_is_the_one_that_was_recorded():
     state = {"task": "segmentation", "config": cfg.plain(run_config())}
     assert recorded.of_checkpoint(state, "checkpoint a.pt") == run_config()
-    group, name = key.split(".")
-    state["config"][group][name] = value
-    message = f"checkpoint a.pt: its configuration has {key}={value}: expected {expected}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        recorded.of_checkpoint(state, "checkpoint a.pt")
 
 
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
