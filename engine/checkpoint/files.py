@@ -19,7 +19,7 @@ from engine.process.console import logger
 from engine.process.output_files import NO_INODES, NO_ROOM, explained, partial_file, partial_path
 from engine.schema.training import OF_OTHERS
 from models.checkpoints import torch_files
-from models.checkpoints.loading import is_auxiliary, listed, not_finite
+from models.checkpoints.loading import is_auxiliary
 from models.private_torch import tree_leaves
 
 FORMAT = "inplace-abn/2"
@@ -210,7 +210,7 @@ def load_network(
     `classes`; None: it was chosen, or there is only one.
 
     ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`,
-    and there must be no doubt about their order), or the weights do not fit or are not finite.
+    and there must be no doubt about their order), or the weights do not fit.
     """
     _check_classes(state, classes, source, order_key)
     network = make()
@@ -222,12 +222,6 @@ def load_network(
         )
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
-    broken = not_finite(weights)
-    if broken:
-        raise ValueError(
-            f"checkpoint {source} has infinite or NaN weights: {listed(broken)}; "
-            f"{advice_if_damaged(source) or 'give an earlier checkpoint'}"
-        )
     return network
 
 

@@ -144,24 +144,24 @@ class Run(Generic[Config, Split]):
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """Load the checkpoint to resume. ValueError: it has other classes or does not fit the learner."""
-        changed_files = plugins.changed_since(state.get("plugins", {}))
+        changed_files = plugins.changed_since(state["plugins"])
         if changed_files:
             names = ", ".join(changed_files)
             logger.warning(f"since {self.directory.resumed} these files of plugins have changed: {names}")
-        cure = "Restore the checkpoint"
+        classes = list(self.train_set.classes)
+        if state["classes"] != classes:
+            problem = f"its classes differ: {first_difference(state['classes'], classes)}"
+            raise self._resume_error(problem, "Give the dataset's classes their names and order again")
         try:
-            if state["classes"] != list(self.train_set.classes):
-                cure = "Give the dataset's classes their names and order again"
-                raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
         except ValueError as error:
-            raise self._resume_error(error, cure) from error
+            raise self._resume_error(error) from error
 
-    def _resume_error(self, error: ValueError, cure: str) -> ValueError:
+    def _resume_error(self, problem: str | ValueError, cure: str = "Restore the checkpoint") -> ValueError:
         """An error that names the run and its checkpoint, says why the run cannot be resumed, and what to do."""
         return ValueError(
             f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
-            f"{self.start_step}: {error}. {cure}, or give another run_dir to start a new run"
+            f"{self.start_step}: {problem}. {cure}, or give another run_dir to start a new run"
         )
 
     def begin(self, loss: Any, minibatches: Any) -> None:
@@ -175,7 +175,7 @@ class Run(Generic[Config, Split]):
             try:
                 restore_states(self.parts, self.resumed["parts"], self.world)
             except ValueError as error:
-                raise self._resume_error(error, "Restore the checkpoint") from error
+                raise self._resume_error(error) from error
             restore_random_states(self.resumed["random"], self.world)
 
     def _parts(self, loss: Any, minibatches: Any) -> dict[str, Any]:

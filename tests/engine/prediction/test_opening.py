@@ -121,18 +121,6 @@ def test_an_installed_package_of_the_name_of_ours_is_named(tmp_path):
     )
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(file, tmp_path):
-    for name, averaged in (("cls.bias", False), ("body.mod1.bn1.running_var", True)):
-        state = checkpoint.load(file)
-        del state["format"]
-        broken = {**state["network"], name: state["network"][name].clone().index_fill_(0, torch.tensor([0]), torch.nan)}
-        checkpoint.save(tmp_path / "net.pt", {**state, "ema": broken} if averaged else {**state, "network": broken})
-        with pytest.raises(ValueError, match=f"net.pt has infinite or NaN weights: {name}; give an earlier checkpoint"):
-            open_network(tmp_path / "net.pt")
-        if averaged:
-            open_network(tmp_path / "net.pt", Prediction(averaged=False))
-
-
 def test_our_own_mistakes_keep_their_traceback(file, monkeypatch):
     monkeypatch.setattr(assemble, "views", lambda *_: {}["ours"])
     with pytest.raises(KeyError, match="ours"):
