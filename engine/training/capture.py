@@ -6,7 +6,8 @@ import random
 import re
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, NoneType
 from typing import Any
@@ -177,36 +178,27 @@ class CapturedMicroBatches:
 
         Modules that count their calls in Python have then counted one more.
         """
-        generators = _generator_states()
         self.numbers = numbers_of(self.network, micro_batch)
+        if self.problem is not None:
+            raise NotCaptured(self.problem)
         try:
-            if self.problem is not None:
-                raise NotCaptured(self.problem)
             for parameter in () if self.gradients.buffers else self.reached:
                 parameter.grad = torch.zeros_like(parameter)
             self.gradients.move_into_buffers()
             self.images = images.clone()
             self.labels = labels.clone()
-            self.replay, self.loss = self._record_graph(micro_batch)
-            if pickle.dumps(generators) != pickle.dumps(_generator_states()):
-                raise NotCaptured(
-                    f"the network draws random numbers on the CPU{listed_few(random_modules(self.network))}, and a "
-                    f"CUDA graph would repeat them"
-                )
-            names = self.gradients.names_outside()
-            if names:
-                raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
-            problem = self._problem_of_numbers(micro_batch)
-            if problem is not None:
-                raise NotCaptured(problem)
+            with _without_random_numbers(self.network):
+                self.replay, self.loss = self._record_graph(micro_batch)
         except Exception as error:
-            torch_state, python_state, numpy_state = generators
-            torch.set_rng_state(torch.from_numpy(torch_state))
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             raise
+        names = self.gradients.names_outside()
+        if names:
+            raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
+        problem = self._problem_of_numbers(micro_batch)
+        if problem is not None:
+            raise NotCaptured(problem)
 
     def _record_graph(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
         """Record the micro-batch as a graph; return what replays it, and its loss.
@@ -303,9 +295,26 @@ def _cuda_graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]
     return graph.replay, result
 
 
-def _generator_states() -> tuple[Any, Any, Any]:
-    """The states of torch's, Python's and NumPy's generators on the CPU."""
-    return torch.get_rng_state().numpy(), random.getstate(), np.random.get_state()
+@contextmanager
+def _without_random_numbers(network: nn.Module) -> Iterator[None]:
+    """Context in which the CPU draws no random number. NotCaptured: it does. After any error it has drawn none."""
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        yield
+        before = (torch_state.numpy(), python_state, numpy_state)
+        after = (torch.get_rng_state().numpy(), random.getstate(), np.random.get_state())
+        if pickle.dumps(before) != pickle.dumps(after):
+            raise NotCaptured(
+                f"the network draws random numbers on the CPU{listed_few(random_modules(network))}, and a CUDA graph "
+                f"would repeat them"
+            )
+    except Exception:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        raise
 
 
 def numbers_of(network: nn.Module, micro_batch: MicroBatch) -> dict[str, Any]:
