@@ -179,6 +179,8 @@ class Learner:
             "step": step,
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedules": [_plain_state(schedule) for schedule in self._schedules()],
+            "rates": [float(group["lr"]) for group in self.optimizer.param_groups],
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -194,13 +196,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`; learning rates follow from the step, or from `Rates`. Every rank must call it.
-
-        ValueError: `state` does not match this learner.
-        """
-        with _without_schedule_warning():
-            for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
-                self.scheduler.step()
+        """The inverse of `state_dict`. Every rank must call it. ValueError: `state` does not match this learner."""
         try:
             self.network.load_state_dict(state["network"])
             if self.scaler.is_enabled():
@@ -209,8 +205,16 @@ class Learner:
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
+            for schedule, saved in zip(self._schedules(), state["schedules"], strict=True):
+                schedule.load_state_dict({**schedule.state_dict(), **saved})
+            for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
+                group["lr"] = rate
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"it does not fit this run: {error}") from error
+
+    def _schedules(self) -> list[Any]:
+        """The schedule of the learning rate, and with a warm-up its parts."""
+        return [self.scheduler, *getattr(self.scheduler, "_schedulers", ())]
 
     def _broken_gradients(self, outcome: "Outcome") -> str:
         """The gradients that are not finite, for messages."""
@@ -223,24 +227,10 @@ class Learner:
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
-class Rates:
-    """A schedule as a part that keeps a state, with the rates that it gave. PyTorch's own follow from the step."""
-
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer):
-        self.groups = optimizer.param_groups
-        self.schedule = getattr(scheduler, "_schedulers", [scheduler])[-1]  # after a warm-up
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {} if type(self.schedule).__module__.startswith("torch.") else self.schedule.state_dict()
-        # What a checkpoint can hold; other values, such as functions, are as their constructors made them.
-        plain = {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
-        return {"schedule": plain, "rates": [float(group["lr"]) for group in self.groups]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["schedule"]:
-            self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
-        for group, rate in zip(self.groups, state["rates"], strict=True):
-            group["lr"] = rate
+def _plain_state(schedule: Any) -> dict[str, Any]:
+    """What a checkpoint can hold of a schedule. Other values, such as functions, are as constructors made them."""
+    state = schedule.state_dict()
+    return {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
 
 
 class Outcome(NamedTuple):

@@ -37,7 +37,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Extent, TrainingRun
 from engine.training import advice, build
 from engine.training.input_scale import ratio_of_scales
-from engine.training.learner import Learner, Rates
+from engine.training.learner import Learner
 from engine.training.resumption import Watch, has_passed
 from keepless import share_plans
 
@@ -179,10 +179,8 @@ class Run(Generic[Config, Split]):
             restore_random_states(self.resumed["random"], self.world)
 
     def _parts(self, loss: Any, minibatches: Any) -> dict[str, Any]:
-        """What may keep a state besides the network and its optimiser, by the names that messages have."""
-        rates = Rates(self.learner.scheduler, self.learner.optimizer)
-        parts = {self.loss_name: loss, f"lr_schedule={self.config.lr_schedule.name}": rates}
-        parts |= {f"logger={name}": part for name, part in self.loggers.items()}
+        """What may keep a state besides the learner, by the names that messages have."""
+        parts = {self.loss_name: loss, **{f"logger={name}": part for name, part in self.loggers.items()}}
         draws = getattr(minibatches, "batch_sampler", None)
         if isinstance(draws, Draws):
             functions = getattr(minibatches.dataset.augmentations, "by_name", {})
