@@ -34,7 +34,7 @@ class MetricsLogger:
         score: name of the score that selects best.pt.
         start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
             of later steps, left by a run killed after its last checkpoint, are removed.
-        previous_scores: step and score of evaluations up to `start_step`; metrics.jsonl may have been lost since.
+        previous_scores: step and score of the evaluations that the checkpoint knows.
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         wait_warning: makes a warning that steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
@@ -285,7 +285,7 @@ class MetricsLogger:
         self.events_folder = run_dir / "tensorboard"
         self.events_folder.mkdir(parents=True, exist_ok=True)
         if self.metrics_file.is_file():
-            self._drop_records_beyond(start_step, total_steps)
+            self._drop_records_beyond(start_step)
             if start_step == 0:  # left by an attempt that saved no checkpoint
                 for events in self.events_folder.glob("events.out.tfevents.*"):
                     events.unlink()
@@ -293,21 +293,16 @@ class MetricsLogger:
             self._record({"kind": "resumed", "step": start_step})
         self.tensorboard = SummaryWriter(self.events_folder, purge_step=start_step + 1)
 
-    def _drop_records_beyond(self, step: int, total_steps: int) -> None:
-        """Keep records up to the resumed step, except the final evaluation, which is repeated; take their scores."""
-        records = []
+    def _drop_records_beyond(self, step: int) -> None:
+        """Keep the records up to the resumed step, except its evaluation if that will be repeated."""
+        repeats_evaluation = step not in self.scores or self.ends_early
+        lines = []
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
                 record = json.loads(line)
-                if record["step"] > step:
-                    continue
-                if record["kind"] == "val" and record["step"] != total_steps:
-                    score = record[self.score]
-                    self.scores[record["step"]] = math.nan if score is None else score
+                is_repeated = repeats_evaluation and (record["kind"], record["step"]) == ("val", step)
+                if record["step"] <= step and not is_repeated:
+                    lines.append(line + "\n")
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
-                continue
-            records.append((record, line + "\n"))
-        if step == total_steps or self.ends_early:
-            records = [(record, line) for record, line in records if (record["kind"], record["step"]) != ("val", step)]
-        write_file(self.metrics_file, "".join(line for _, line in records))
+        write_file(self.metrics_file, "".join(lines))

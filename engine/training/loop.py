@@ -106,9 +106,9 @@ def _begin(run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss) -> 
 
 
 def _repeat_evaluation(run: Run[Config, Split], evaluate: Callable[[], Evaluated]) -> Evaluated | None:
-    """Evaluate before the first step, if the run was stopped during that evaluation or has ended early; else None."""
-    was_stopped_during_it = run.schedule.evaluates(run.start_step) and run.start_step not in run.metrics.scores
-    if was_stopped_during_it or run.metrics.ends_early:
+    """Evaluate before the first step, if the checkpoint lacks its step's score or has ended early; else None."""
+    lacks_score = run.schedule.evaluates(run.start_step) and run.start_step not in run.metrics.scores
+    if lacks_score or run.metrics.ends_early:
         return run.evaluate(run.start_step, evaluate)
     return None
 

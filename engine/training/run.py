@@ -112,7 +112,6 @@ class Run(Generic[Config, Split]):
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
             tell=self.tell_loggers,
         )
-        self.metrics.scores = self.world.gather(self.metrics.scores)[0]
         if self.resumed and self.resumed["finished"] and self.start_step < self.schedule.total_steps:
             if self.metrics.ends_early:
                 self._log_early_end()

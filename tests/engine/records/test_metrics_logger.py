@@ -208,13 +208,14 @@ def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
     """They have the name of the task's score; NaN is never the best."""
     scores = {2: 0.25, 4: 0.75, 6: math.nan, 8: 0.5}
     for start_step in (0, 6):
-        with MetricsLogger(tmp_path, Console(quiet=True), "top1", 10, start_step) as running:
-            assert list(running.scores) == [step for step in scores if step <= start_step]
+        previous_scores = [(step, score) for step, score in scores.items() if step <= start_step]
+        with MetricsLogger(tmp_path, Console(quiet=True), "top1", 10, start_step, previous_scores) as running:
             for step, score in scores.items():
                 if step > start_step:
                     running.record_evaluation(step, 0.0, Evaluated({"top1": score, "miou": 1.0}, summary="", images=2))
             assert running.best[1] == 0.75 and list(running.scores) == list(scores)
             assert math.isnan(running.scores[6])
+    assert [record["step"] for record in records(tmp_path) if record["kind"] == "val"] == [*scores]
 
 
 def test_curves_and_pictures_have_the_names_of_the_evaluation(tmp_path):
