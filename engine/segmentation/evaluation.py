@@ -53,7 +53,7 @@ def evaluate_split(
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
-    counts = Counts(dataset.table, world.device)
+    counts = Counts(len(dataset.classes), world.device)
     count_predictions = partial(_predict_and_count, forward, views, counts, added)
     image_count = 0
     untimed_count = 0  # images of the first part
@@ -96,7 +96,7 @@ def _predict_and_count(
             forward, batch["image"], views, unscored=unscored, windows=windows, on_probabilities=on_probabilities
         )
     if "label" in batch:
-        counts.add(predictions, batch)
+        counts.add(predictions, batch["label"])
     counts.unscored.add_(unscored)  # last, so that a failed attempt leaves it
     return predictions
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datasets import IGNORED, ClassTable
+from datasets import IGNORED
 from engine.process.distributed import World
 from engine.process.output_files import writable_file, write_file
 from engine.records.evaluated import without_nan
@@ -26,49 +26,42 @@ class Counts:
     `unscored`: int64 (2,), for `inference.predict`: predicted pixels without a finite score, and all.
 
     `confusion`: int64 (K, K) pixels of the K classes, rows are labels, columns predictions.
+
+    A cell's count is the sum of its lanes. Neighbouring columns of an image, often of one class, count in different
+    lanes, because a GPU adds pixels to a single counter one by one. (Several lanes do not slow down a CPU.)
     """
 
-    def __init__(self, table: ClassTable, device: torch.device = CPU):
-        self.classes = len(table.names)
-        self.cells = torch.zeros(self.classes**2 + 2, LANES, dtype=torch.int64, device=device)  # `unscored` is last
+    def __init__(self, class_count: int, device: torch.device = CPU):
+        self.class_count = class_count
+        # Of the confusion matrix, then of ignored pixels, then `unscored`.
+        self.cells = torch.zeros(class_count**2 + 2, LANES, dtype=torch.int64, device=device)
 
     @property
     def confusion(self) -> Tensor:
-        return self.cells[:-2].sum(dim=1).view(self.classes, self.classes)
+        return self.cells[:-2].sum(dim=1).view(self.class_count, self.class_count)
 
     @property
     def unscored(self) -> Tensor:
         return self.cells[-1, :2]
 
-    def add(self, predictions: Tensor, minibatch: dict) -> None:
-        """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`, all on the counts' device.
+    def add(self, predictions: Tensor, labels: Tensor) -> None:
+        """Add predictions for labels, of one shape and integer dtypes, both on the counts' device.
 
-        The host does not wait for a GPU, so it can prepare the next images meanwhile.
+        The host does not wait for a GPU, so it can prepare the next images meanwhile. Memory and time do not grow with
+        the number of classes, even with deterministic algorithms (where torchmetrics compares every pixel with every
+        cell of the matrix).
         """
-        count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes)
+        lane = torch.arange(labels.shape[-1], dtype=torch.int32, device=labels.device).remainder_(LANES)
+        numbers = labels.to(torch.int32, copy=True).mul_(self.class_count).add_(predictions)
+        numbers.masked_fill_(labels == IGNORED, self.class_count**2)
+        numbers.mul_(LANES).add_(lane)
+        # `torch.bincount` would make the host wait for the largest number.
+        ones = torch.ones(1, dtype=self.cells.dtype, device=self.cells.device).expand(numbers.numel())
+        self.cells.view(-1).index_add_(0, numbers.flatten(), ones)
 
     def add_up(self, world: World) -> None:
         """Sum over all ranks and move to the CPU, where the scores are computed. This waits for all images."""
         self.cells = world.sum_(self.cells).cpu()
-
-
-def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int) -> None:
-    """Add pixels to the cells of a confusion matrix, int64 (classes^2 + 1, lanes); the last cell counts ignored pixels.
-
-    A cell's count is the sum of its lanes. Neighbouring columns of an image, often of one class, count in different
-    lanes, because a GPU adds pixels to a single counter one by one. (Several lanes do not slow down a CPU.)
-
-    predictions and labels: the same shape, integer dtypes. Memory and time do not grow with the number of classes, even
-    with deterministic algorithms (where torchmetrics compares every pixel with every cell of the matrix).
-    """
-    lanes = cells.shape[1]
-    lane = torch.arange(labels.shape[-1], dtype=torch.int32, device=labels.device).remainder_(lanes)
-    numbers = labels.to(torch.int32, copy=True).mul_(classes).add_(predictions)
-    numbers.masked_fill_(labels == IGNORED, classes**2)
-    numbers.mul_(lanes).add_(lane)
-    # `torch.bincount` would make the host wait for the largest number.
-    ones = torch.ones(1, dtype=cells.dtype, device=cells.device).expand(numbers.numel())
-    cells.view(-1).index_add_(0, numbers.flatten(), ones)
 
 
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:

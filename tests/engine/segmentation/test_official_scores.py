@@ -27,9 +27,9 @@ def random_predictions(dataset: SegmentationDataset) -> list[np.ndarray]:
 
 def scored(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> dict:
     """The scores of predictions, counted as an evaluation counts them."""
-    counts = Counts(dataset.table)
+    counts = Counts(len(dataset.classes))
     for predicted, minibatch in zip(predictions, DataLoader(WholeImages(dataset), batch_size=1), strict=True):
-        counts.add(torch.from_numpy(predicted)[None], minibatch)
+        counts.add(torch.from_numpy(predicted)[None], minibatch["label"])
     return segmentation_scores(counts.confusion, dataset.classes)
 
 

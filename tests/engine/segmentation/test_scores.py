@@ -8,27 +8,26 @@ import pytest
 import torch
 
 from engine.process.distributed import World
-from engine.segmentation.scores import LANES, ImageScores, count_pixels, segmentation_scores
+from engine.segmentation.scores import Counts, ImageScores, segmentation_scores
 from keepless.recompute.step.costs import peak_bytes
 
 
-@pytest.mark.parametrize("lanes", [1, 2, LANES])
-def test_the_labelled_pixels_are_counted(lanes):
+def test_the_labelled_pixels_are_counted():
     labels = torch.tensor([[0, 0, 1], [2, 255, 255]], dtype=torch.uint8)
     predictions = torch.tensor([[0, 1, 1], [0, 0, 2]], dtype=torch.uint8)
-    cells = torch.zeros(4**2 + 1, lanes, dtype=torch.int64)
+    counts = Counts(4)
     for _ in range(2):
-        count_pixels(cells, predictions, labels, classes=4)
-    *counts, ignored = cells.sum(dim=1).tolist()
-    assert counts == [2, 2, 0, 0, 0, 2, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0] and ignored == 4
+        counts.add(predictions, labels)
+    assert counts.confusion.tolist() == [[2, 2, 0, 0], [0, 2, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0]]
+    assert counts.cells.sum() == 8 + 4  # the ignored ones
 
 
 def test_memory_of_counting_does_not_depend_on_the_classes(deterministic):
     """The evaluations of a run with trainer.deterministic=true use deterministic algorithms."""
     labels = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8)
-    cells = torch.zeros(65**2 + 1, LANES).long()
-    peak = peak_bytes(lambda: count_pixels(cells, labels.flip(1), labels, 65), "cpu")
-    assert peak <= 10 * labels.numel() and cells.sum() == labels.numel()
+    counts = Counts(65)
+    peak = peak_bytes(lambda: counts.add(labels.flip(1), labels), "cpu")
+    assert peak <= 10 * labels.numel() and counts.cells.sum() == labels.numel()
 
 
 def test_scores_by_hand():
@@ -52,15 +51,15 @@ def test_scores_of_single_images_add_up_to_the_splits_scores(tmp_path):
     classes = ("sky", 'a, "b"', "wood", "never")
     rng = np.random.default_rng(0)
     images = ImageScores(classes, tmp_path / "images.csv")
-    cells = torch.zeros(17, LANES, dtype=torch.int64)
+    counts = Counts(4)
     for number in range(5):
         label, prediction = rng.integers(0, 3 - number % 2, (2, 6, 7)).astype(np.uint8)
         label[rng.random(label.shape) < 0.2] = 255
         images.add({"name": [f"b/{9 - number}"], "label": torch.tensor(label)[None]}, torch.tensor(prediction)[None])
-        count_pixels(cells, torch.tensor(prediction), torch.tensor(label), 4)
+        counts.add(torch.tensor(prediction), torch.tensor(label))
     unlabelled = {"name": ["a, nothing labelled"], "label": torch.full((1, 6, 7), 255)}
     images.add(unlabelled, torch.tensor(label)[None])
-    whole = segmentation_scores(cells[:-1].sum(dim=1).view(4, 4), classes)
+    whole = segmentation_scores(counts.confusion, classes)
     images.write(World())
     first, *rows = csv.DictReader(images.file.read_text().splitlines())
     assert {name: value for name, value in first.items() if "on_" not in name} == {
