@@ -70,7 +70,7 @@ def from_plain(
         config = OmegaConf.to_object(OmegaConf.merge(merged, literal))
     except PluginsNeeded:
         raise
-    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
     if unknown_choices:
         needed = PluginsNeeded(", ".join(unknown_choices), absent_plugins)

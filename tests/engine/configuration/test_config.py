@@ -406,7 +406,6 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     "key, value, message",
     [
         ("data.mean", "red", "data.mean"),
-        ("body", "resnext", f"body.name=None: expected one of {', '.join(CHOICES['body'])}$"),
         ("trainer.unheard_of", 1, "unheard_of"),
         ("seed", "${nothing}", "nothing"),
     ],
