@@ -63,30 +63,15 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
     file = _file_of(place)
     if name in LOADED:
         return
-    shared_path = None if file is None or is_trusted else _shared_path(file, _configs_of(file))
-    if shared_path is not None:
-        raise ValueError(
-            f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
-            f"(chown; chmod go-w), or give {TRUST}"
-        )
+    if file is not None and not is_trusted:
+        _refuse_shared(file)
     modules_before = _modules(choices)
     threads_before = threading.active_count()
-    try:
-        module = _import_from(file, name)
-    except (Exception, SystemExit) as error:  # a module may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise ValueError(
-                f"there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give its path"
-            ) from error
-        message = f"{type(error).__name__}: {error}{hidden_library(error)}"
-        raise ValueError(f"it cannot be imported: {message}") from error
-    plugin = _plugin_of(module, name)
+    plugin = _plugin_of(_imported(file, name), name)
     if file not in (None, plugin.files[0]):
         raise ValueError(f"{file} is hidden by {plugin.files[0]}, of the same name: rename it")
-    registers = any(
-        module_name not in modules_before or f"{module_name}.".startswith(f"{name}.")
-        for module_name in _modules(choices)
-    )
+    new_modules = _modules(choices) - modules_before
+    registers = new_modules or any(f"{module}.".startswith(f"{name}.") for module in modules_before)
     if plugin.configs is None and not registers:
         raise ValueError(f"{plugin.files[0]} registers no choice, and has no folder configs beside it")
     if threading.active_count() > threads_before or torch.cuda.is_initialized():
@@ -95,6 +80,29 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
             f"too: do that in a logger, or when the network is built"
         )
     LOADED[name] = plugin
+
+
+def _refuse_shared(file: Path) -> None:
+    """ValueError: users other than this one and root could change a plugin."""
+    shared_path = _shared_path(file, _configs_of(file))
+    if shared_path is not None:
+        raise ValueError(
+            f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
+            f"(chown; chmod go-w), or give {TRUST}"
+        )
+
+
+def _imported(file: Path | None, name: str) -> ModuleType:
+    """Import a plugin, see `_import_from`. ValueError: there is none, or its code fails."""
+    try:
+        return _import_from(file, name)
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            raise ValueError(
+                f"there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give its path"
+            ) from error
+        message = f"{type(error).__name__}: {error}{hidden_library(error)}"
+        raise ValueError(f"it cannot be imported: {message}") from error
 
 
 def _plugin_of(module: ModuleType, name: str) -> Plugin:

@@ -185,23 +185,34 @@ def errors_for_users(restart_advice: str = "start it again") -> Iterator[None]:
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
-        message = _message_for_users(error)
-        if message is None and is_out_of_memory(error):
-            reason = next(iter(str(error).strip().splitlines()), "the system gives no more")
-            sys.exit(
-                f"error: {cause_of(error)} outside of steps and images: {reason}. The network and its optimiser alone "
-                f"need more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
-            )
-        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        ending = _reported(error)
+        if ending is None:
             raise
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file:
-            _write_for_torchrun(Path(file), message)
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
-                sys.exit(1)  # torchrun prints the file
-        sys.exit(message)
+        sys.exit(ending)
     finally:
         atexit.register(_end_within_seconds, status)
+
+
+def _reported(error: Exception) -> str | int | None:
+    """What the command exits with after an error: a message, or 1 if torchrun prints it; None if a traceback is better.
+
+    Writes the message where torchrun reads it.
+    """
+    message = _message_for_users(error)
+    if message is None and is_out_of_memory(error):
+        reason = next(iter(str(error).strip().splitlines()), "the system gives no more")
+        return (
+            f"error: {cause_of(error)} outside of steps and images: {reason}. The network and its optimiser alone need "
+            f"more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
+        )
+    if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return None
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        _write_for_torchrun(Path(file), message)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+            return 1
+    return message
 
 
 def _message_for_users(error: Exception) -> str | None:
