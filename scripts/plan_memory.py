@@ -25,7 +25,7 @@ from engine.configuration.command_line import configured
 from engine.configuration.messages import no_such
 from engine.process.console import make_console, table_of
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import CHOICES, check_values, groups_of
+from engine.schema.keys import CHOICES, complete_and_check, groups_of
 from engine.schema.memory import deductions
 from engine.schema.training import TrainingRun
 from engine.training import planner
@@ -85,7 +85,7 @@ def fitting_configs(config: TrainingRun, devices: int, console: Console) -> dict
     for norm in ("std", "checkpoint", "inplace"):
         candidate = replace(deepcopy(config), norm=config.norm.as_kind(CHOICES["norm"][norm]))
         try:
-            check_values(candidate)
+            complete_and_check(candidate)
             fitting[norm] = planner.fitting_config(candidate, devices)
         except ValueError as reason:
             console.print(f"norm={norm}: {reason}", soft_wrap=True)

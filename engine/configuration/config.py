@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.process.plugins import LOADED, name_of
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import Keys, check_values, leaves
+from engine.schema.keys import Keys, complete_and_check, leaves
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from models.private_torch import tree_map
@@ -31,7 +31,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
         raise ValueError(f"plugins={plugins}: only the command line names plugins; leave it out elsewhere")
     # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
-    check_values(config)
+    complete_and_check(config)
     return config
 
 

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import CHOICES, CONFIGS, Declared, Keys, check_values, declared_in, quoted
+from engine.schema.keys import CHOICES, CONFIGS, Declared, Keys, complete_and_check, declared_in, quoted
 
 QUOTED_OR_NULL = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 WORD = re.compile(r"[\w.+-]+")
@@ -86,7 +86,7 @@ def fits(text: str, declared: Declared) -> bool:
     try:
         # Of "a text or a list", numbers are not fitting texts: 1,2 does not mean 1.2.
         value = text if kind in (str, str | None) else value_of(text, None if kind is Any else declared)
-        check_values(cast(Keys, OmegaConf.to_object(OmegaConf.structured(schema(value)))))
+        complete_and_check(cast(Keys, OmegaConf.to_object(OmegaConf.structured(schema(value)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         return False
     return True

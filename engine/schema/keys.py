@@ -236,10 +236,11 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
     return alternatives[name]
 
 
-def check_values(config: Keys, prefix: str = "") -> None:
-    """Check every value against its key's rules, then each dataclass by its method `check`, if it has one.
+def complete_and_check(config: Keys, prefix: str = "") -> None:
+    """Check every value against its key's rules, then each dataclass by its methods `check` and `complete`, if any.
 
-    If a key has the choice "false", the boolean that Hydra and YAML make of it becomes the word again.
+    `complete` fills in values that follow from others. If a key has the choice "false", the boolean that Hydra and YAML
+    make of it becomes the word again.
 
     ValueError: names the key, its value and the expected values.
     """
@@ -259,14 +260,13 @@ def check_values(config: Keys, prefix: str = "") -> None:
                     raise ValueError(
                         f"{place}.name={choice.name} does not change the {name}: give {name}={choice.name}"
                     )
-                check_values(choice, f"{place}.")
+                complete_and_check(choice, f"{place}.")
         elif isinstance(value, Keys):
-            check_values(value, f"{name}.")
+            complete_and_check(value, f"{name}.")
         else:
             _check_value(name, value, entry, type(config))
-    check = getattr(config, "check", None)
-    if check is not None:
-        check()
+    for method in ("check", "complete"):
+        getattr(config, method, lambda: None)()
 
 
 def expected(declared: Declared) -> str:

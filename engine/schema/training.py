@@ -135,10 +135,7 @@ class TrainingRun(Plugins):
     memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
-        """Check rules between groups, then fill in defaults that follow from another group.
-
-        ValueError names the key, its value and the fix.
-        """
+        """ValueError, which names the key, its value and the fix: a rule between groups is broken."""
         trainer = self.trainer
         self._check_library_network()
         if trainer.epochs is None and trainer.steps is None:
@@ -158,7 +155,6 @@ class TrainingRun(Plugins):
         self._check_recomputation()
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
-        self._fill_in_defaults()
 
     def _check_library_network(self) -> None:
         """ValueError: weights, norm or activation do not fit torchvision's and timm's networks."""
@@ -210,7 +206,7 @@ class TrainingRun(Plugins):
         """Whether the initial weights are of a network with ReLU."""
         return self.body.in_library or self.init.format in LIBRARIES
 
-    def _fill_in_defaults(self) -> None:
+    def complete(self) -> None:
         """Give keys of norm, data and init that are null the values that follow from the body."""
         body, data, norm = self.body, self.data, self.norm
         if isinstance(body, TorchvisionBody) and body.weights is not None:

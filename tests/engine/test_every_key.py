@@ -17,7 +17,7 @@ from omegaconf import MISSING as NEEDED
 
 from engine.configuration.config import RUNS
 from engine.schema.evaluation import Evaluation, Prediction
-from engine.schema.keys import Keys, check_values, declared_in, groups_of, leaves
+from engine.schema.keys import Keys, complete_and_check, declared_in, groups_of, leaves
 from engine.schema.training import TrainingRun
 from tests import trees
 from tests.datasets import classification_trees
@@ -173,7 +173,7 @@ def with_keys(config: Keys, changes: dict[str, Any]) -> Any:
         owner = reduce(getattr, groups, changed)
         if hasattr(owner, name):
             setattr(owner, name, copy.deepcopy(value))
-    check_values(changed)
+    complete_and_check(changed)
     return changed
 
 
@@ -266,7 +266,7 @@ def test_every_key_of_a_training_is_handed_on(task, choice, roots):
 def test_every_key_of_an_evaluation_is_handed_on(task, schema, roots):
     data = {"segmentation": "camvid", "classification": "imagenet"}[task]
     trained = configuration(task, roots, data=data)
-    check_values(trained)
+    complete_and_check(trained)
     _observed.clear()
     options = schema(checkpoint="net.pt")
     keys = (leaf for leaf in leaves(options) if leaf[2].metadata.get("task") in (None, task))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from datasets.synthetic import write_streets
-from engine.schema.keys import check_values
+from engine.schema.keys import complete_and_check
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare
 from scripts.reports.markdown import unfolded
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     with pytest.raises(ValueError, match="expected runs of one task, found .*, scored by mIoU and .*, scored by top-1"):
         report(tmp_path / "report", finished, CIFAR / "std")
     with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
-        check_values(Comparison(runs=5, out="a"))
+        complete_and_check(Comparison(runs=5, out="a"))
 
 
 def without_last_record(run: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine import assemble
-from engine.schema.keys import check_values
+from engine.schema.keys import complete_and_check
 from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly
 from engine.schema.schedule import Schedule
 
@@ -31,7 +31,7 @@ def run(optimizer: torch.optim.Optimizer, config: LRSchedule) -> list[float]:
 
 
 def rates(config: LRSchedule) -> list[float]:
-    check_values(config, "lr_schedule.")
+    complete_and_check(config, "lr_schedule.")
     return run(assemble.optimizer(SGD(lr=0.1), small_network(), ("cls",)), config)
 
 
@@ -85,7 +85,7 @@ def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expec
 )
 def test_schedules_and_optimisers_that_cannot_be_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        rates(config) if isinstance(config, LRSchedule) else check_values(config, "optim.")
+        rates(config) if isinstance(config, LRSchedule) else complete_and_check(config, "optim.")
 
 
 def test_by_default_one_group_decays_whole_and_the_head_can_have_its_own_rate():

@@ -20,7 +20,7 @@ from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import CHOICES, check_values
+from engine.schema.keys import CHOICES, complete_and_check
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Extent
 from engine.training import build, papers
@@ -344,7 +344,7 @@ def test_bounds_and_rules_across_keys(overrides, message):
         config = run_config(*(f"{group}={choice}" for group, choice in values.items() if group in (*GROUPS, "body")))
         for key in values.keys() - {*GROUPS, "body"}:
             config = with_key(config, key, yaml.safe_load(values[key]))
-        check_values(config)
+        complete_and_check(config)
 
 
 def test_weights_of_networks_with_relu_need_norms_that_can_have_it():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.assemble import schedule_of
-from engine.schema.keys import CHOICES
+from engine.schema.keys import CHOICES, complete_and_check
 from tests.runs import run_config
 
 
@@ -36,9 +36,9 @@ def test_a_configuration_that_is_refused_stays_as_it_is():
     config.trainer.epochs = config.trainer.steps = None
     refused = copy.deepcopy(config)
     with pytest.raises(ValueError, match="trainer.epochs and trainer.steps are both null"):
-        refused.check()
+        complete_and_check(refused)
     assert refused == config
     config.trainer.steps = 9
-    config.check()
+    complete_and_check(config)
     assert (config.init.weights, config.init.format, config.body.weights) == ("weights.pt", "torchvision", None)
     assert config.norm.activation == "relu" and config.data.mean == [0.485, 0.456, 0.406]
