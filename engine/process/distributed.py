@@ -124,20 +124,13 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
 
 
 def launcher() -> str:
-    """What started several processes for this run, "torchrun" or "submitit"; "" if nothing did.
-
-    As a side effect, submitit's tasks get the variables that torchrun sets, such as RANK and MASTER_ADDR.
-    """
-    if dist.is_available() and dist.is_torchelastic_launched():
+    """What started several processes for this run, "torchrun" or "submitit"; "" if nothing did."""
+    if not dist.is_available():
+        return ""
+    if dist.is_torchelastic_launched():
         return "torchrun"
-    if "SUBMITIT_EXECUTOR" in os.environ and dist.is_available():
-        from submitit.helpers import TorchDistributedEnvironment
-
-        tasks = TorchDistributedEnvironment()
-        if tasks.world_size > 1:
-            tasks.export(set_cuda_visible_devices=False, overwrite=True)
-            return "submitit"
-    return ""
+    # Of a task of submitit engine/process/start.py has set WORLD_SIZE.
+    return "submitit" if "SUBMITIT_EXECUTOR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def launched() -> bool:

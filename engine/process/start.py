@@ -46,6 +46,15 @@ def die_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def _set_variables_of_torchrun() -> None:
+    """Give one of several tasks of submitit the variables that torchrun sets, such as RANK and MASTER_ADDR."""
+    from submitit.helpers import TorchDistributedEnvironment
+
+    tasks = TorchDistributedEnvironment()
+    if tasks.world_size > 1:
+        tasks.export(set_cuda_visible_devices=False, overwrite=True)
+
+
 def compiler_cache() -> Path:
     """A folder of this user alone for compiled code, which PyTorch loads as pickles, whoever has put them there.
 
@@ -79,6 +88,8 @@ if not {"--shell-completion", "-sc"}.isdisjoint(sys.argv):
     complete()
 if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it is killed, it cannot stop it
     die_with_parent(signal.SIGTERM)
+if "SUBMITIT_EXECUTOR" in os.environ:
+    _set_variables_of_torchrun()
 sys.excepthook = _print_error
 threading.excepthook = _print_error_of_thread
 os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend is set
