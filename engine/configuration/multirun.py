@@ -53,8 +53,8 @@ class Jobs:
         """Run the job that a launcher has chosen, unless it has ended, and return its score."""
         settings = HydraConfig.get()
         job = self.job(settings.overrides.task, settings.sweep.dir, settings.job.num)
-        jobs_here = str(settings.launcher.get("n_jobs") or 1)
-        failures = self.run([job], Console(quiet=True), distributed.world_size(), jobs_here)
+        jobs_here = settings.launcher.get("n_jobs") or 1  # a setting of joblib's
+        failures = self.run([job], Console(quiet=True), {distributed.JOBS_HERE: str(jobs_here)})
         if failures:
             raise failures[job.title]
         return self.score(job)
@@ -93,13 +93,13 @@ class Jobs:
         return [word for word in words if word.partition("=")[0] in self.swept]
 
     def run(
-        self, jobs: Sequence[Job], console: Console, process_count: int = 1, jobs_here: str = ""
+        self, jobs: Sequence[Job], console: Console, variables: Mapping[str, str] | None = None
     ) -> dict[str, ValueError]:
         """Run the jobs that have not ended, one after the other. Returns {title: error} of those that fail and say why.
 
-        `jobs_here`: see `distributed.JOBS_HERE`. Preempted: see `run_jobs`.
+        `variables`: of their environment, beside this process's. Preempted: see `run_jobs`.
         """
-        variables = {distributed.JOBS_HERE: jobs_here} if jobs_here else {}
+        process_count = distributed.world_size()
         commands = {}
         for job in jobs:
             if job.run_dir is not None and has_ended(job.run_dir, [self.program, *job.words], process_count):
