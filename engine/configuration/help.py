@@ -5,8 +5,8 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -44,13 +44,7 @@ def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
     for group, default in sorted(groups_in(command).items(), key=lambda pair: pair[0] != "experiment"):
         names = choices(group, schema)
         if group == "experiment":
-            for folder, experiments in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
-                if not folder:
-                    yield from ((f"{group}={name}", about_choice(group, name)) for name in experiments)
-                    continue
-                count = len([*experiments])
-                plural = "experiments" if count > 1 else "experiment"
-                yield f"{group}={folder}/…", f"{count} {plural}: configs/{group}/{folder}"
+            yield from _experiments(names)
             continue
         if group in advice:
             yield group, advice[group]
@@ -59,6 +53,17 @@ def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
             if not sentence.startswith(other_tasks):
                 mark = " *" if name == default else ""
                 yield f"{group}={name}{mark}", sentence.removeprefix(f"For {command_task}: ")
+
+
+def _experiments(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(experiment=FOLDER/…, how many there are) of each folder; (experiment=NAME, its meaning) of one in no folder."""
+    for folder, experiments in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
+        if folder:
+            count = len([*experiments])
+            plural = "experiments" if count > 1 else "experiment"
+            yield f"experiment={folder}/…", f"{count} {plural}: configs/experiment/{folder}"
+        else:
+            yield from ((f"experiment={name}", about_choice("experiment", name)) for name in experiments)
 
 
 def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
@@ -73,16 +78,19 @@ def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Ite
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
             yield from _keys(value, f"{name}.", field.metadata.get("used", ()))
         elif not name.endswith(".name"):  # of a group's choice, which group=choice gives
-            allowed = expected(Declared(get_type_hints(owner)[field.name], field.metadata))
-            comment = sentences(owner).get(field.name, "")
-            task = field.metadata.get("task")
-            if task:
-                comment = f"Only for {task}: {comment}".removesuffix(": ")
-            if not comment:
-                meaning = allowed
-            else:
-                meaning = comment if allowed.endswith("a text") else f"{comment} ({allowed})"
-            yield f"{name}={as_text(value):.{LONGEST_VALUE}}", meaning
+            yield f"{name}={as_text(value):.{LONGEST_VALUE}}", _meaning(owner, field)
+
+
+def _meaning(owner: type[Keys], field: Field) -> str:
+    """What is said of a key: its task, if only one has it, the comment at its declaration, and the allowed values."""
+    allowed = expected(Declared(get_type_hints(owner)[field.name], field.metadata))
+    task = field.metadata.get("task")
+    comment = sentences(owner).get(field.name, "")
+    if task:
+        comment = f"Only for {task}: {comment}".removesuffix(": ")
+    if not comment:
+        return allowed
+    return comment if allowed.endswith("a text") else f"{comment} ({allowed})"
 
 
 @cache
