@@ -158,9 +158,12 @@ class Messages:
         return next((choice for choice in chosen if choice not in names and not choice.startswith(("[", "{"))), None)
 
     def _about_choice(self, group: str, choice: str) -> str:
-        """What is wrong with a choice that a group does not have."""
+        """What is wrong with a choice that a group does not have; commas separate arguments, or the choices of jobs."""
         if "," in choice:
-            return _about_commas(group, choice)
+            words = re.sub(r",\s*(?=[\w.]+=|$)", " ", choice).strip()
+            if words == choice:
+                return "expected one choice; with -m the command runs once for each"
+            return f"expected spaces between arguments, without commas: {group}={words}"
         tasks = [task for task, run in RUNS.items() if choice in choices(group, run)]
         if tasks and self.schema in RUNS.values():
             return f"it is for {tasks[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
@@ -213,18 +216,18 @@ class Messages:
 
     def _needed_choice(self, give: Sequence[str], words: Sequence[str]) -> str:
         """What must also be given, if only some choices of a group have a key."""
-        for key in (pair.partition("=")[0] for pair in give):
-            choices_with_key = self._choices_with(key)
-            if choices_with_key and len(choices_with_key) < len(groups_of(self.schema)[key.partition(".")[0]]):
-                if not {*choices_with_key} & {*words, *give}:
-                    return f", with {' or '.join(choices_with_key)}"
+        for pair in give:
+            choices_with_key = self._choices_with(pair.partition("=")[0])
+            if choices_with_key and {*choices_with_key}.isdisjoint([*words, *give]):
+                return f", with {' or '.join(choices_with_key)}"
         return ""
 
     def _choices_with(self, key: str) -> list[str]:
-        """[optim=sgd, …]: the choices of a key's group that have the key."""
+        """[optim=sgd, …]: the choices of a key's group that have the key, if others have it not."""
         group, _, name_in_group = key.partition(".")
         alternatives: dict[str, type[Keys]] = groups_of(self.schema).get(group, {}) if name_in_group else {}
-        return [f"{group}={name}" for name, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
+        names = [name for name, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
+        return [f"{group}={name}" for name in names] if len(names) < len(alternatives) else []
 
     def _pair(self, key: str, value: str) -> str:
         """key=value, also of an option without a value."""
@@ -286,14 +289,6 @@ def _one_value_each(answers: Iterable[Answer]) -> list[str]:
             if key not in pair_by_key or value == answer.argument.value:
                 pair_by_key[key] = pair
     return [*pair_by_key.values()]
-
-
-def _about_commas(group: str, text: str) -> str:
-    """What is wrong with a choice that has commas: they separate arguments, or the choices of several jobs."""
-    words = re.sub(r",\s*(?=[\w.]+=|$)", " ", text).strip()
-    if words == text:
-        return "expected one choice; with -m the command runs once for each"
-    return f"expected spaces between arguments, without commas: {group}={words}"
 
 
 def _last(key: str) -> str:
