@@ -58,7 +58,6 @@ class Signature:
         self.teaches = True  # the next pass is to teach advice
         self.kept: Sequence[KeptTensor] = ()  # by the last pass that was not like earlier ones
         self.pass_count = 0
-        self.attempt_count = 0  # plans so far
         self.exceeded_bytes = 0  # bytes of the results of a plan that were too few for a pass, until there are more
         self.try_count = 0  # steps that were watched since
         self.stray_count = 0  # passes that have left the plan, before one that has followed it
@@ -123,7 +122,6 @@ class Signature:
         self.lender = None
         self.forget_advice()
         self.is_due = False
-        self.attempt_count += 1
         self.stray_count = 0
 
     def follow_own(self, plans: Plans | None) -> None:
@@ -156,7 +154,6 @@ class Signature:
         if plan is not None:
             self.coming = Signature(self.kind, base=self)
             self.coming._follow(plan)
-            self.coming.attempt_count = self.attempt_count
 
     def awaits_backward(self) -> bool:
         """Whether the pass that was watched, or one after it, still waits for its backward pass."""

@@ -68,7 +68,7 @@ class Signatures:
         self.recent: list[Signature] = []  # the one used last comes last
         self._planner = Planner(budget, strict)
         self.gradients = Gradients()
-        self._watched_sizes = 0
+        self._watched_count = 0  # steps, and examples
         self._passes_since_watch = 0
 
     def recording(
@@ -89,7 +89,9 @@ class Signatures:
         if self.budget is None:
             signature.renew_advice(sum([tensor.nbytes for tensor in inputs if is_ordinary(tensor)]))
         else:
-            self._renew_plan(module, signature)
+            self._passes_since_watch += 1
+            self._plan_watched_steps(module)
+            self._borrow_or_make_due(signature)
             if signature.is_due:
                 needs_gradient = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
                 is_watchable = needs_gradient and not (has_mode or is_transformed((args, kwargs)))
@@ -101,14 +103,14 @@ class Signatures:
                     return self._watched_recording(signature, module, inputs, frame)
             elif signature.plan is None:
                 return by_rules(kept_limit_bytes=self.budget if isinstance(self.budget, int) else None)
-            signature = self._as_gradients_come(signature, has_shards)
+            signature = self._choose_by_gradients(signature, has_shards)
             policy = ByPlan(signature.plan, signature.slack)
         if has_mode or is_capturing():
             return by_rules(policy)
         return self._recording_of(signature, policy, inputs, frame, has_shards)
 
-    def _as_gradients_come(self, signature: Signature, has_shards: bool) -> Signature:
-        """The signature of the next pass, with its own plan if no parameter has a gradient before it."""
+    def _choose_by_gradients(self, signature: Signature, has_shards: bool) -> Signature:
+        """A signature, or `Signature.coming` if no parameter has a gradient now. Notes whether passes overlap."""
         if has_shards:  # plans may have been made before FSDP sharded the network
             signature.set_coming(None)
         if signature.coming is None:
@@ -128,7 +130,7 @@ class Signatures:
 
     def _note_watched(self, signature: Signature) -> None:
         signature.backward = None
-        self._watched_sizes += 1
+        self._watched_count += 1
         self._passes_since_watch = 0
 
     def _recording_of(
@@ -183,12 +185,13 @@ class Signatures:
             self._note_use(signature)
         return signature
 
-    def _renew_plan(self, module: nn.Module, signature: Signature) -> None:
-        """Within a budget: plan the steps that were watched, and let the next pass of a signature borrow or be due."""
-        for watched in self.recent:
-            if watched.watch is not None:
-                self._plan_watched(module, watched, watched.watch)
-        self._passes_since_watch += 1
+    def _plan_watched_steps(self, module: nn.Module) -> None:
+        for signature in self.recent:
+            if signature.watch is not None:
+                self._plan_watched(module, signature, signature.watch)
+
+    def _borrow_or_make_due(self, signature: Signature) -> None:
+        """Within a budget: let the next pass of a size without a near plan follow another size's, or be watched."""
         if not signature.may_borrow():
             return
         lender = self._nearest_planned(signature)
@@ -203,7 +206,7 @@ class Signatures:
         """Whether a size may be watched that follows, or could follow, the plan of another one."""
         planned = [candidate for candidate in self.recent if candidate.has_own_plan]
         is_largest = all(candidate.input_bytes < signature.input_bytes for candidate in planned)
-        is_seldom = self._watched_sizes < _CAPACITY or self._passes_since_watch >= _SELDOM
+        is_seldom = self._watched_count < _CAPACITY or self._passes_since_watch >= _SELDOM
         return self._planner.is_cheap() or (is_largest and is_seldom)
 
     def _plan_watched(self, module: nn.Module, signature: Signature, watch: Watch) -> None:

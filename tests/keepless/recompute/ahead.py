@@ -92,16 +92,17 @@ def plans(network: nn.Module) -> list[int]:
     return [int(signature.plan is not None) for signature in plans_of(network).recent if signature.lender is None]
 
 
-def attempts(network: nn.Module) -> list[int]:
-    """How often each size got a plan, or advice."""
-    return [signature.attempt_count for signature in plans_of(network).recent]
+def watched_count(network: nn.Module) -> int:
+    """How many steps were watched, or were examples."""
+    return plans_of(network)._watched_count
 
 
 def plan_next_step(network: nn.Module, x: Tensor) -> None:
     """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
     signatures = plans_of(network)
     signature = signatures._signature_of(network, [x], (x,), {})
-    signatures._renew_plan(network, signature)
+    signatures._plan_watched_steps(network)
+    signatures._borrow_or_make_due(signature)
     if signature.is_due:
         signatures.add_plans(network, (x,), {}, signatures.plans_of_example(network, (x,), {}))
 

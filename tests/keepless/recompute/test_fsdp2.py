@@ -17,7 +17,7 @@ from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step
 from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
-from tests.keepless.recompute.ahead import attempts, plans, plans_of
+from tests.keepless.recompute.ahead import plans, plans_of, watched_count
 from tests.keepless.recompute.networks import Beside
 
 WORLD_SIZE, CHANNELS = 2, 16
@@ -67,7 +67,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
 
     peak = peak_bytes(holding, "cpu")
     return (
-        all(map(all, same)) and size.attempt_count == 1 and size.coming is None,
+        all(map(all, same)) and watched_count(within) == 1 and size.coming is None,
         replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )
@@ -119,7 +119,7 @@ def _within_a_budget_by_fsdp1(rank: int) -> tuple[bool, list[str]]:
                 wrapped.zero_grad()
                 wrapped(torch.ones(64, 32) * (rank + 1)).square().mean().backward()
             gradients.append([parameter.grad for parameter in wrapped.parameters()])
-    is_planned = attempts(wrapped) == [1] and plans_of(wrapped).recent[0].plan is not None
+    is_planned = watched_count(wrapped) == 1 and plans_of(wrapped).recent[0].plan is not None
     return all(map(torch.equal, *gradients)) and is_planned, [
         str(warning.message) for warning in warned if "plan" in str(warning.message)
     ]
