@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import check_module, shown, tensors_in
-from ...torch_internals import FakeTensor, tree_map, warn
+from ...torch_internals import FakeTensor, warn
 from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
@@ -312,8 +312,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
     amounts = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
-    args, kwargs = tree_map(_detached, arguments_of(example))
-    step = rehearsed_step(network, args, kwargs)
+    step = rehearsed_step(network, *arguments_of(example))
     gradients = 0
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     has_gradients = is_sharded(network) or any(parameter.grad is not None for parameter in trained)
@@ -352,11 +351,6 @@ def _rows_of_met_limits(
         operations = recomputed / max(step.operations, 1)
         rows.append(BudgetRow(limit - gradients, choice.peak, kept_bytes, operations, choice.seconds / step.seconds))
     return rows
-
-
-def _detached(leaf: Any) -> Any:
-    """An argument as a leaf, detached from its graph."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
