@@ -41,7 +41,7 @@ def renew_statistics(
 
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the norm's calls, this one included, equal weights. Its first one forgets the old statistics."""
-        x, *_ = (*args, *kwargs.values())
+        x = args[0] if args else next(iter(kwargs.values()))
         if not x.numel() and not (getattr(norm, "sync", False) and synchronised_group(norm.group)):
             return  # it has no statistics
         calls[norm] += 1
@@ -70,12 +70,10 @@ def renew_statistics(
     if not minibatch_count:
         raise ValueError("renew_statistics got no minibatch, so all statistics are old: is a generator used up?")
     group = synchronised_group(None)
-    if group is None:
-        return
-    for norm in norms:
-        for buffer in (norm.running_mean, norm.running_var):
-            dist.all_reduce(buffer, group=group)
-            buffer.div_(dist.get_world_size(group))
+    if group is not None:
+        for statistics in [statistics for norm in norms for statistics in (norm.running_mean, norm.running_var)]:
+            dist.all_reduce(statistics, group=group)
+            statistics.div_(dist.get_world_size(group))
 
 
 def has_running_statistics(module: object) -> bool:
