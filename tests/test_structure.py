@@ -35,7 +35,7 @@ KEEPLESS_INSIDE = {
     ("engine/training/planner.py", "keepless.recompute.signatures.plans"): "the fewest bytes that a budget may have",
     ("engine/training/planner.py", "keepless.recompute.step.costs"): "ranks estimate times for the same device",
     ("engine/training/planner.py", "keepless.saved"): "bytes saved for backward, which plan_memory prints",
-    ("models/bodies/library.py", "keepless.conversion.replacements"): "norms of libraries, replaced as in `to_inplace`",
+    ("models/bodies/library.py", "keepless.conversion.convert"): "norms of libraries, replaced as in `to_inplace`",
     ("models/private_torch.py", "keepless.torch_internals"): "a context around captures, which keepless has as well",
 }
 # The rooms of the engine that may know the schema; the others take explicit arguments.

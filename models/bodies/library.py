@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN, to_inplace
-from keepless.conversion.replacements import layer_like, timm_activation
+from keepless.conversion.convert import layer_like, timm_activation
 from keepless.norms import ConversionReport
 from models.blocks import NormAct
 from models.bodies.body import Body, Feature
