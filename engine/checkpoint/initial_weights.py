@@ -148,10 +148,15 @@ def _weights_in_file(path: Path, name: str, network: nn.Module, config: Training
     if init.format is None:
         return weights_in_checkpoint(checkpoint.read(path), path, name)
     if init.format == "released":
-        content = _checked_foreign(released.read(path, name), name)
+        content = released.read(path, name)
+    else:
+        content = torch_files.read(path, name, "a state dict {name: tensor}", "it may have to be copied again")
+    if is_ours(content):
+        raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
+    if init.format == "released":
         file = released.weights_in(content, path, name, init.scale, key="init.scale")
         return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
-    return _weights_in_state_dict(path, name, init.format, network, config)
+    return _weights_in_state_dict(content, path, name, network, config)
 
 
 def normalisation_of(init: Init, channels: int) -> Normalisation | None:
@@ -195,9 +200,9 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
     )
 
 
-def _weights_in_state_dict(path: Path, name: str, format: str, network: nn.Module, config: TrainingRun) -> Weights:
-    expected = "a state dict {name: tensor}"
-    content = _checked_foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
+def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:
+    """The weights in the content of another library's file."""
+    format = config.init.format
     tensors, averaged = state_dict_in(content)
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
@@ -247,13 +252,6 @@ def _normalisation_of_tags(name: str, config: TrainingRun) -> Normalisation | No
             f"{body.network}.{tags_by_normalisation[normalisation][0]}"
         )
     return normalisation if normalisation in tags_by_normalisation else None
-
-
-def _checked_foreign(content: object, name: str) -> object:
-    """Return the content of another program's file. ValueError if it is a checkpoint of this project."""
-    if is_ours(content):
-        raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
-    return content
 
 
 def is_ours(content: object) -> bool:

@@ -155,7 +155,6 @@ def _make_run(
 def _verify_and_measure_images(run: Run, command: str) -> None:
     """Verify the images, and measure their channels if the configuration asks for it; write the configuration."""
     data = run.config.data
-    _write_config(run, command)
     with run.world.first_goes_ahead() as first:
         if data.verify and first:
             doubts = verify_with_progress(run.train_set, run.console)
@@ -166,13 +165,12 @@ def _verify_and_measure_images(run: Run, command: str) -> None:
         normalisation = _normalisation(run) if data.is_measured and first else None
     if data.is_measured:
         data.mean, data.std = map(list, run.world.gather(normalisation)[0] or ())
+    if run.resumed is None and run.world.first:
         _write_config(run, command)
 
 
 def _write_config(run: Run, command: str) -> None:
-    """Write the configuration of a new run, and how it was started."""
-    if run.resumed is not None or not run.world.first:
-        return
+    """Write the configuration of a run, and how it was started."""
     head = f"# {command}\n# {run.world.size} x {run.world.device.type}\n"
     for name, hashes in plugins.hashes().items():
         head += "".join(f"# plugin {name}: {file} {digest}\n" for file, digest in hashes.items())

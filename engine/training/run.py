@@ -358,21 +358,16 @@ class Run(Generic[Config, Split]):
         best = self.metrics.best
         if score > (-math.inf if best is None else best[1]):
             self.save(step, best=True)
-            self.directory.finish_saving()  # before the record: if killed in between, the run evaluates again
-        self.metrics.scores[step] = score  # equal on all ranks, and so is what follows
-        ends_early = step < self.schedule.total_steps and self.metrics.ends_early
-        if ends_early:
+        self.metrics.record_evaluation(step, self.schedule.epoch(step), evaluated)  # the scores are equal on all ranks
+        if step < self.schedule.total_steps and self.metrics.ends_early:
             self.save(step)
-            self.directory.finish_saving()
-        self.metrics.record_evaluation(step, self.schedule.epoch(step), evaluated)
-        if ends_early:
             self.metrics.end_early(step, advice.why_ended_early(self.config, self.metrics))
         self.metrics.pause_ended()
         return evaluated
 
     def conclude(self, evaluated: Evaluated) -> dict:
         """Write the last checkpoint's results; print them and the run's summary."""
-        self.directory.check_in_place()
+        self.directory.finish_saving()
         results = write_results(
             self.directory.results if self.world.first else None,
             evaluated,
