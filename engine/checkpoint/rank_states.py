@@ -34,7 +34,7 @@ def restore_states(parts: Mapping[str, Any], saved: list[dict[str, Any]], world:
     If the number of ranks has changed, all ranks load the states of the first. A warning names each part that has no
     state in the checkpoint.
     """
-    states = saved[world.rank if len(saved) == world.size else 0] if saved else {}
+    states = saved[world.rank if len(saved) == world.size else 0]
     for name, part in parts.items():
         if name in states:
             with errors_named(f"{name} does not load its state"):

@@ -55,10 +55,12 @@ def on_memory(config: TrainingRun, process_count: int, is_captured: bool = False
     if norm.name == "std" and norm.activation != "relu" and trainer.recompute == "none":
         ways.append("norm=inplace")
     ways.append(f"data.crop_size={int(config.data.crop_size / 2**0.5)}")
-    fit = "" if config.memory.fit else ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
-    graph = "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %" if is_captured else ""
-    halves = f"Each of these roughly halves the memory for crops: {', '.join(ways)}"
-    return f"({config.division(process_count)}). {halves}{fit}{graph}"
+    text = f"({config.division(process_count)}). Each of these roughly halves the memory for crops: {', '.join(ways)}"
+    if not config.memory.fit:
+        text += ". memory.budget=… memory.fit=batch chooses a minibatch that fits"
+    if is_captured:
+        text += "; trainer.capture=false saves what a CUDA graph adds, 4 to 14 %"
+    return text
 
 
 def on_scale(config: TrainingRun, variance: float) -> str:

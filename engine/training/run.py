@@ -298,12 +298,9 @@ class Run(Generic[Config, Split]):
         ]
         if isinstance(config, SegmentationRun):
             settings.append(f"sampler {config.sampler.name}")
-        if config.body.frozen:
-            settings.append("frozen body")
-        elif config.body.frozen_norms == "none":
-            settings.append("frozen none")
-        else:
-            settings.append(f"frozen norms ({config.body.frozen_norms})")
+        frozen_norms = config.body.frozen_norms
+        frozen = "none" if frozen_norms == "none" else f"norms ({frozen_norms})"
+        settings.append(f"frozen {'body' if config.body.frozen else frozen}")
         for group in learner.optimizer.param_groups:
             count = sum(parameter.numel() for parameter in group["params"])
             rate = group.get("initial_lr", group["lr"])
