@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from ..inputs import tensors_in
 from ..made_tensors import bytes_of_tensors
 from ..recompute.passes.recording import Recording
-from ..recompute.step.dry import Loss, counted_step, differentiable
+from ..recompute.step.dry import Loss, counted_step
 from ..recompute.step.search import frontier
+from ..recompute.step.watch import differentiable
 from ..saved import gradient_bytes
 from .device import optimizer_bytes
 from .sizes import Growth, largest, shape_of

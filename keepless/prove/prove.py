@@ -20,8 +20,8 @@ from ..inputs import check_has_forward, check_module, tensors_in
 from ..prepared import plan_of, recompute_activations, undo
 from ..recompute.signatures.plans import Budget, arguments_of, checked
 from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
-from ..recompute.step.dry import differentiable
 from ..recompute.step.snapshot import Snapshot, random_state
+from ..recompute.step.watch import differentiable
 from ..torch_internals import tree_map
 from .proof import KINDS, Proof, Steps, proof_of
 

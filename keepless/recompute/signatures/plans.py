@@ -19,13 +19,13 @@ from ...torch_internals import FakeTensor, warn
 from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
-from ..step.dry import differentiable, rehearsed_step, text_of
+from ..step.dry import rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak
 from ..step.stand_ins import stand_ins
 from ..step.step import Kind, Step
-from ..step.watch import Watch, WatchedRecording
+from ..step.watch import Watch, WatchedRecording, differentiable
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -391,8 +391,8 @@ def _watch_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         with recording:
             outputs = module(*args, **kwargs)
         losses = [start.square().mean() for start in differentiable(outputs)]
-        recording.counting.await_backward(module, outputs)
+        recording.watch.await_backward(module, outputs)
         leaves = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
         del outputs, losses
-    return recording.counting
+    return recording.watch

@@ -125,7 +125,7 @@ class Signatures:
         self._note_watched(signature)
         recording = watched_pass(module, inputs, frame)
         recording.signature = signature
-        signature.watch = recording.counting
+        signature.watch = recording.watch
         return recording
 
     def _note_watched(self, signature: Signature) -> None:
@@ -340,10 +340,10 @@ class Signatures:
 def _end_watched_pass(recording: WatchedRecording, module: nn.Module, output: object) -> None:
     """The forward pass of a watched step has ended. `output`: None if it raised an error."""
     if output is None:
-        recording.counting.end(State.LOST)
+        recording.watch.end(State.LOST)
         recording.signature.watch = None
     else:
-        recording.counting.await_backward(module, output)
+        recording.watch.await_backward(module, output)
 
 
 def _has_left_plan(signature: Signature, recording: Recording) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,10 +25,9 @@ from ...torch_internals import (
     with_dispatch_modes_off,
     without_cached_weights,
 )
-from .counting import CountedRecording, Counting
 from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
 from .step import Step
-from .trace import nodes_of
+from .watch import State, Watch, WatchedRecording, differentiable
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -48,17 +47,6 @@ class Loss(torch.autograd.Function):
         return tuple(shape.get() for shape in ctx.shapes)
 
 
-def differentiable(outputs: object) -> list[Tensor]:
-    """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
-    trained = [output for output in tensors_in(outputs) if output.requires_grad]
-    if not trained:
-        raise ValueError(
-            "no output of the network needs a gradient: train some of it, outside torch.no_grad(), and return tensors "
-            "in lists, tuples, dictionaries or dataclasses"
-        )
-    return backward_starts(trained)
-
-
 def counted_step(
     network: nn.Module,
     args: tuple[Any, ...],
@@ -68,24 +56,28 @@ def counted_step(
 ) -> Step:
     """Run a step of a network, on real or fake tensors, and count it. It changes buffers, but no gradients.
 
-    `measures`: see `Counting`; always on for real tensors. `copy_parameters`: see `Recording`.
+    `measures`: see `Allocations`; always on for real tensors. `copy_parameters`: see `Recording`.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
-    counting = Counting(inputs, measures or not is_fake, copy_parameters=copy_parameters)
-    with _without_gradients(parameters), ExitStack() as hooks:
-        for handle in counting.watch_gradients(parameters):
-            hooks.enter_context(handle)
-        with CountedRecording(counting):
-            outputs = network(*args, **kwargs)
-        with counting.allocations:
-            counting.forward_ends(tensors_in(outputs))
-            starts = differentiable(outputs)
-            losses = _losses(starts, counting.measures)
-            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-            del outputs, starts, losses
-        return counting.step(network)
+    watch = Watch(inputs, measures or not is_fake, copy_parameters)
+    with _without_gradients(parameters):
+        watch.watch_gradients(parameters)
+        try:
+            with WatchedRecording(watch):
+                outputs = network(*args, **kwargs)
+            with watch.allocations:
+                watch.forward_ends(tensors_in(outputs))
+                starts = differentiable(outputs)
+                losses = _losses(starts, watch.allocations.measures)
+                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+                del outputs, starts, losses
+        finally:
+            watch.end(State.COUNTED)
+    if watch.error is not None:
+        raise watch.error
+    return watch.step(network)
 
 
 @contextmanager
@@ -106,15 +98,6 @@ def _losses(starts: Sequence[Tensor], measures: bool) -> list[Tensor]:
     if measures:
         return [start.square().mean() for start in starts]
     return [Loss.apply(*starts)]
-
-
-def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs where backward starts: if one is a loss (a scalar), the outputs it is computed from are left out.
-
-    Hugging Face's networks return the loss together with the logits.
-    """
-    seen = {*nodes_of(output for output in outputs if output.dim() == 0)}
-    return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 
 def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:

@@ -3,14 +3,14 @@
 import pytest
 import torch.distributed as dist
 
-from keepless.recompute.step import counting
+from keepless.recompute.step import counting, watch
 
 
 @pytest.fixture(autouse=True)
 def counted_times(monkeypatch):
     """20 us for a call, 10 GB/s, 80 Gflop/s; views take no time."""
     monkeypatch.setattr(counting, "_seconds", seconds)
-    monkeypatch.setattr(counting, "host_seconds", lambda: 1e-5)
+    monkeypatch.setattr(watch, "host_seconds", lambda: 1e-5)
 
 
 @pytest.fixture

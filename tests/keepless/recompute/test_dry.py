@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, plan, recompute_activations
 from keepless.conversion.activated import merge
-from keepless.recompute.step.dry import _DryMode, backward_starts, counted_step, on_copy, rehearsed_step
+from keepless.recompute.step.dry import _DryMode, counted_step, on_copy, rehearsed_step
+from keepless.recompute.step.watch import backward_starts
 from tests.keepless.recompute.ahead import Layers, plans
 
 X = torch.linspace(-1, 1, 64 * 32).sin().view(64, 32)

@@ -18,12 +18,11 @@ from keepless.recompute.passes.advice import Advice
 from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
-from keepless.recompute.step.counting import CountedRecording, Counting
-from keepless.recompute.step.dry import differentiable
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import Run, Simulation
 from keepless.recompute.step.step import Event as StepEvent
 from keepless.recompute.step.step import Kind, Step, StepValue
+from keepless.recompute.step.watch import Watch, WatchedRecording, differentiable
 from keepless.saved import Kept, view
 from keepless.torch_internals import running_node
 from tests.keepless.recompute.networks import COUNTED, OURS, Row, blocks, residuals
@@ -34,11 +33,11 @@ Event = tuple[Any, ...]
 STATE = StepValue(Kind.KEPT, 0, 0, (), -1, -1)  # of a generator, of 0 bytes in these tests
 
 
-class Counted(Counting):
+class Counted(Watch):
     """`saves`: the number of each tensor that autograd saves, -1 if it is not counted.
 
     Small parameters that autograd saves do not count again for recipes that read them: a recording does not copy them,
-    although `Counting` alone counts a copy.
+    although `Watch` alone counts a copy.
     """
 
     def __init__(self, x: Tensor):
@@ -146,15 +145,15 @@ def backward(outputs: Any, passes: int) -> None:
 
 
 def counted(network: nn.Module, x: Tensor, passes: int) -> tuple[Step, list[int]]:
-    counting = Counted(x)
+    watch = Counted(x)
     torch.manual_seed(1)
-    with CountedRecording(counting):
+    with WatchedRecording(watch):
         outputs = network(x)
-    with counting.allocations:
-        counting.forward_ends(tensors_in(outputs))
+    with watch.allocations:
+        watch.forward_ends(tensors_in(outputs))
         backward(outputs, passes)
         del outputs
-    return counting.step(network), counting.saves
+    return watch.step(network), watch.saves
 
 
 def all_events(row: Row, share: float, passes: int, seed: int) -> tuple[list[Event], ...]:
