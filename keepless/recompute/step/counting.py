@@ -13,7 +13,7 @@ from ...made_tensors import Change, MadeTensors
 from ...saved import is_ordinary
 from ...torch_internals import FakeTensor, OpOverload, backward_runs, node_number, running_node, tree_map
 from ..passes.registry import is_parameter
-from .costs import Operator, TensorSpec, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
+from .costs import Cost, Operator, TensorSpec, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
 from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
 from .step import Event
 from .trace import Trace
@@ -35,22 +35,10 @@ class RunOperator(NamedTuple):
     temporaries: int = 0  # bytes, where it is not measured
 
 
-class OperatorCosts(NamedTuple):
-    """What an operator has taken."""
-
-    seconds: float
-    operations: int
-    temporaries: int  # bytes
-
-
-def _seconds(ran: RunOperator) -> float:
-    cost = None if ran.operator is None else cost_of(ran.operator)
-    return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
-
-
-def _temporary_bytes(ran: RunOperator) -> int:
-    cost = None if ran.operator is None else cost_of(ran.operator)
-    return ran.temporaries if cost is None else cost.temporaries
+def _cost(ran: RunOperator) -> Cost:
+    """The cost of an operator: as it was measured, or an estimate."""
+    measured_cost = None if ran.operator is None else cost_of(ran.operator)
+    return measured_cost or Cost(seconds_for(ran.moved, ran.operations, ran.like), ran.temporaries)
 
 
 class Allocations(MadeTensors):
@@ -197,8 +185,8 @@ class Allocations(MadeTensors):
             for end, call, module in self.places
         ]
 
-    def costs(self) -> list["OperatorCosts"]:
+    def costs(self) -> list[Cost]:
         """The costs of all operators, measured now or estimated."""
         if self.measures:
             measure(ran.operator for ran in self.trace.operators if ran.operator is not None)
-        return [OperatorCosts(_seconds(ran), ran.operations, _temporary_bytes(ran)) for ran in self.trace.operators]
+        return [_cost(ran) for ran in self.trace.operators]

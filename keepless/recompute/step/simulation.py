@@ -141,7 +141,7 @@ class Simulation:
                 if alone.highest > highest_before:
                     self.peak_events[-1] = index
                 rise = alone.highest - level_before
-                self.events[-1] = MergedEvent(*self.events[-1][:3], rise, alone.level - level_before)
+                self.events[-1] = self.events[-1]._replace(rise=rise, change=alone.level - level_before)
 
     def run(self, kept: Sequence[bool]) -> Trial:
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.

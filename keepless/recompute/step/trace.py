@@ -20,7 +20,7 @@ from ..passes.plan import Flag
 from ..passes.recipes import STATE_BYTES, how_to_repeat
 from ..passes.registry import Registry
 from ..table.rules import Rule, mask_needs_only_shape
-from .costs import spec_of
+from .costs import Cost, spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
 _REPEATS = 3  # CPU overhead of repeating a call, in `host_seconds`
@@ -44,10 +44,8 @@ class _NotHeld(Kept):
 class _CallSpan(NamedTuple):
     """The events and operators of a call that has run."""
 
-    first_event: int
-    end_event: int  # excluded
-    first_operator: int
-    end_operator: int
+    events: slice
+    operators: slice
     extra_bytes: int = 0  # temporary ones that these events do not show
 
 
@@ -350,19 +348,19 @@ class Trace(Registry):
         if any(type(node).__name__ == _OF_CHECKPOINT for node in nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
 
-    def step_of(
-        self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
-    ) -> Step:
-        """The step with these events; the seconds and operations are of its operators. `host`: see `host_seconds`."""
+    def step_of(self, events: list[tuple[Event, int]], costs: Sequence[Cost], host: float) -> Step:
+        """The step with these events, and these costs of its operators. `host`: see `host_seconds`."""
+        seconds = [cost.seconds for cost in costs]
+        operations = [ran.operations for ran in self.operators]
         leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(self.values)]
         save_counts = Counter(leaders[save.value] for save in self.saved if save.value >= 0)
         host_costs = [host * (_REPEATS + _SAVES * save_counts[number]) for number in range(len(self.values))]
         for number, span in self.call_spans:
             self._change(
                 number,
-                seconds=sum(seconds[span.first_operator : span.end_operator]) + host_costs[number],
-                operations=sum(operations[span.first_operator : span.end_operator]),
-                busy=max(0, busy(events[span.first_event : span.end_event], self.sizes) + span.extra_bytes),
+                seconds=sum(seconds[span.operators]) + host_costs[number],
+                operations=sum(operations[span.operators]),
+                busy=max(0, busy(events[span.events], self.sizes) + span.extra_bytes),
             )
         for number, value in enumerate(self.values):
             if value.kind == Kind.DERIVED:
@@ -375,17 +373,18 @@ class Trace(Registry):
 def _span_of_call(call: Call, result: Tensor, end_event: int, end_operator: int) -> _CallSpan:
     """The events and operators of a call that has just run."""
     first_event, first_operator = call.began
+    operators = slice(first_operator, end_operator)
     if not call.overwrites:
-        return _CallSpan(first_event, end_event, first_operator, end_operator)
+        return _CallSpan(slice(first_event, end_event), operators)
     # It is repeated out of place. A part that it has overwritten is then laid out with gaps.
     has_gaps = spec_of(result).size > result.nbytes
-    return _CallSpan(first_event, first_event, first_operator, end_operator, result.nbytes if has_gaps else 0)
+    return _CallSpan(slice(0), operators, result.nbytes if has_gaps else 0)
 
 
 def _span_of_mask(span: _CallSpan, call: Call, result: Tensor) -> _CallSpan:
     """The operators of a call with a mask, and the bytes to draw the mask alone."""
     layout = sum(argument.nbytes for argument in tensors_in(call.arguments) if not mask_needs_only_shape(argument))
-    return span._replace(end_event=span.first_event, extra_bytes=2 * result.nbytes + layout)
+    return span._replace(events=slice(0), extra_bytes=2 * result.nbytes + layout)
 
 
 def _inputs(recipe: Again | Recipe) -> tuple[int, ...]:

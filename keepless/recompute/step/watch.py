@@ -178,7 +178,7 @@ class Watch(Trace):
         ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
         staying = [(ends[memory], (Event.BUSY, 0)) for memory in self._staying if memory in ends]
         host = host_seconds() if self.allocations.measures else 0.0
-        step = self.step_of(events, [cost.seconds for cost in costs], [cost.operations for cost in costs], host)
+        step = self.step_of(events, costs, host)
         places = self.allocations.named_places(network)
         return step._replace(places=places, gradients=self._gradient_bytes, coming=[*self._coming, *staying])
 

@@ -9,7 +9,8 @@ from keepless.recompute.step import counting, watch
 @pytest.fixture(autouse=True)
 def counted_times(monkeypatch):
     """20 us for a call, 10 GB/s, 80 Gflop/s; views take no time."""
-    monkeypatch.setattr(counting, "_seconds", seconds)
+    cost = counting._cost
+    monkeypatch.setattr(counting, "_cost", lambda ran: cost(ran)._replace(seconds=seconds(ran)))
     monkeypatch.setattr(watch, "host_seconds", lambda: 1e-5)
 
 
