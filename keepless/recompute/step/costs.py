@@ -20,6 +20,7 @@ from ...saved import is_ordinary
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
+    tree_leaves,
     tree_map,
     without_collection,
     without_dispatch_modes,
@@ -80,24 +81,16 @@ class Operator(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        leaves = (leaf for part in self.arguments for leaf in (part if isinstance(part, tuple) else (part,)))
-        return computing_device(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
+        return computing_device(leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, TensorSpec))
 
     def call_on_ones(self) -> Callable[[], Any]:
         """A function that makes the call on tensors of ones, allocated here."""
-        arguments = [_allocated(argument) for argument in self.arguments]
+        arguments = tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, TensorSpec) else leaf, [*self.arguments])
         if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
             arguments[0].mul_(0.01 / arguments[0].shape[-1])
         args = arguments[: len(arguments) - len(self.names)]
         kwargs = dict(zip(self.names, arguments[len(args) :], strict=True))
         return lambda: self.function(*args, **kwargs)
-
-
-def _allocated(argument: Any) -> Any:
-    """An argument with tensors of ones in place of `TensorSpec`s."""
-    if isinstance(argument, tuple):
-        return [_allocated(part) for part in argument]
-    return argument.tensor() if isinstance(argument, TensorSpec) else argument
 
 
 def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Operator | None:

@@ -19,7 +19,6 @@ from .step import Event
 from .trace import Trace
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
-ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
 _DEVICE = torch.ops.prim.device.default
 # Fake tensors decompose these in Python: running them takes less time.
 _SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
