@@ -10,22 +10,6 @@ from .step import Event, Kind, Step
 _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = map(int, Event)  # plain numbers are compared faster
 
 
-class Trial(NamedTuple):
-    """A simulated choice. Lists have an entry for each value; a leader's covers all values of its recipe.
-
-    An event is an index into `Simulation.events`, which has fewer events than the step.
-    """
-
-    kept: Sequence[bool]  # the choice
-    peak: int  # bytes
-    seconds: float  # to recompute values
-    levels: list[int]  # the most bytes during each event
-    consumers: list[int]  # number of operations and recipes that read the value
-    needed_from: list[int]  # event from which on it was needed; the number of events if never
-    first_read: list[int]  # event of the backward pass that first read it, for an operation or a recipe
-    last_read: list[int]  # event that last read it
-
-
 class MergedEvent(NamedTuple):
     """An event of the step, with those after it in memories without values. Bytes are above the level before it."""
 
@@ -143,7 +127,7 @@ class Simulation:
                 rise = alone.highest - level_before
                 self.events[-1] = self.events[-1]._replace(rise=rise, change=alone.level - level_before)
 
-    def run(self, kept: Sequence[bool]) -> Trial:
+    def run(self, kept: Sequence[bool]) -> "Trial":
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
 
         `kept`: for each value, True for `Kind.KEPT`, False for `Kind.DERIVED` and `Kind.OVERWRITTEN`. A leader's choice
@@ -152,7 +136,9 @@ class Simulation:
         extended = [kept[leader] for leader in self.leaders]
         if extended.count(False) > LONGEST_PLANNED:
             self._cut_chains(extended)
-        return Run(self, extended).trial()
+        trial = Trial(self, extended)
+        trial.run()
+        return trial
 
     def consumers_of(self, kept: Sequence[bool]) -> list[int]:
         """For each value, how many operations and recipes read it."""
@@ -182,18 +168,29 @@ class Simulation:
                         depths[member] = 0
 
 
-class Run(_Levels):
-    """A simulation of one choice."""
+class Trial(_Levels):
+    """A choice of kept values, and what `run` finds out about it.
+
+    Lists have an entry for each value; a leader's covers all values of its recipe. An event is an index into
+    `Simulation.events`, which has fewer events than the step.
+    """
 
     def __init__(self, simulation: Simulation, kept: Sequence[bool]):
         super().__init__(simulation.sizes)
+        count = len(kept)
+        end = len(simulation.events)
+        self.kept = kept
+        self.peak = 0  # bytes
+        self.seconds = 0.0  # to recompute values
+        self.levels: list[int] = []  # the most bytes during each event
+        self.consumers = simulation.consumers_of(kept)  # number of operations and recipes that read the value
+        self.needed_from = [end] * count  # event from which on it was needed; the number of events if never
+        self.first_read = [end] * count  # event of the backward pass that first read it, for an operation or a recipe
+        self.last_read = [-1] * count  # event that last read it
         self.simulation = simulation
         self.step = simulation.step
-        self.kept = kept
         self.leaders = simulation.leaders
         self.inputs = simulation.inputs
-        self.consumers = simulation.consumers_of(kept)
-        count = len(kept)
         self.first_computed_memory = len(self.step.memories)
         self.first_sign_memory = self.first_computed_memory + count
         self.kept_memories = list(simulation.kept_memories)
@@ -208,27 +205,12 @@ class Run(_Levels):
         self.members_needed = [0] * count  # of a leader: values of its recipe that have such consumers
         self.read_counts = [0] * count  # how often each was read in this backward pass
         self.memories_in_use: dict[int, int] = {}  # number of a save -> where a running operation reads it
-        end = len(simulation.events)
-        self.needed_from = [end] * count
-        self.first_read = [end] * count
-        self.last_read = [-1] * count
         self.run_counts = [0] * count  # of the recipe of each leader
         self.event_number = 0
 
-    def trial(self) -> Trial:
-        levels = self._run()
-        for leader, members in self.simulation.groups:  # a leader's entries stand for those of all members
-            self.consumers[leader] = sum([self.consumers[member] for member in members])
-            self.needed_from[leader] = min([self.needed_from[member] for member in members])
-            self.first_read[leader] = min([self.first_read[member] for member in members])
-            self.last_read[leader] = max([self.last_read[member] for member in members])
-        seconds = sum(map(mul, self.run_counts, self.simulation.seconds))
-        reads = self.consumers, self.needed_from, self.first_read, self.last_read
-        return Trial(self.kept, max(levels), seconds, levels, *reads)
-
-    def _run(self) -> list[int]:
-        """Run all events. Returns the most bytes during each."""
-        levels = []
+    def run(self) -> None:
+        """Run all events."""
+        levels = self.levels
         consumers_left = self.consumers_left
         first_sign_memory = self.first_sign_memory
         is_whole = [
@@ -265,7 +247,17 @@ class Run(_Levels):
             level = self.level + rise
             levels.append(level if level > self.highest else self.highest)
             self.level += change
-        return levels
+        self._sum_up_groups()
+        self.peak = max(levels)
+        self.seconds = sum(map(mul, self.run_counts, self.simulation.seconds))
+
+    def _sum_up_groups(self) -> None:
+        """Let a leader's entries stand for those of all members."""
+        for leader, members in self.simulation.groups:
+            self.consumers[leader] = sum([self.consumers[member] for member in members])
+            self.needed_from[leader] = min([self.needed_from[member] for member in members])
+            self.first_read[leader] = min([self.first_read[member] for member in members])
+            self.last_read[leader] = max([self.last_read[member] for member in members])
 
     def _count_consumer(self, number: int, change: int) -> None:
         """Count a consumer of a value that has come (1) or gone (-1).

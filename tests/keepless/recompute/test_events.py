@@ -19,7 +19,7 @@ from keepless.recompute.passes.advised import Advised
 from keepless.recompute.passes.plan import ByPlan
 from keepless.recompute.passes.recording import Recording
 from keepless.recompute.step.search import Choice
-from keepless.recompute.step.simulation import Run, Simulation
+from keepless.recompute.step.simulation import Simulation, Trial
 from keepless.recompute.step.step import Event as StepEvent
 from keepless.recompute.step.step import Kind, Step, StepValue
 from keepless.recompute.step.watch import Watch, WatchedRecording, differentiable
@@ -52,14 +52,14 @@ class Counted(Watch):
         return packed
 
 
-class Simulated(Run):
+class Simulated(Trial):
     """Simulates a choice, and notes the events of these saves."""
 
     def __init__(self, step: Step, kept: list[bool], saves: set[int]):
         simulation, self.noted, self.saves = Simulation(step), list[Event](), saves
         super().__init__(simulation, kept)
         simulation.events = map(self.begins, simulation.events)
-        self.trial()
+        self.run()
 
     def note(self, kind: str, save: int) -> None:
         if save in self.saves:
