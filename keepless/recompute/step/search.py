@@ -176,18 +176,16 @@ class _Search:
         `limit`: as for `frontier`.
         """
         effort = self.effort()
-        lowest: Trial | None = None
         baseline_peak = self.choices[0].peak
+        segment_trials: list[Trial] = []
         for kept in segmented(self.step):
             trial = self.simulate(kept)
-            if lowest is None or trial.peak < lowest.peak:
-                lowest = trial
+            segment_trials.append(trial)
             target = max(limit, trial.peak)
             while target < baseline_peak and not self.is_spent(effort):
                 trial = self.keep_more(trial, target)
                 target = baseline_peak if limit else int(target / _COARSER)
-        if lowest is not None:
-            self.lower_peak(lowest, limit, self.effort())
+        self.lower_peak(min(segment_trials, key=attrgetter("peak")), limit, self.effort())
 
     def lower_peak(self, trial: Trial, limit: int, effort: _Effort) -> None:
         """Try choices with ever lower peaks, in small steps, as far as possible or to the limit."""

@@ -36,8 +36,9 @@ class Snapshot:
                 self.containers[id(value)] = value, value.copy()
                 pending += value.values() if isinstance(value, dict) else value
         self.gradients = [(tensor, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
-        stored = [tensor for pair in self.gradients for tensor in pair if tensor is not None]
-        if not has_values:
+        if has_values:
+            stored = [tensor for pair in self.gradients for tensor in pair if tensor is not None]
+        else:
             stored = [tensor for tensor in tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in stored]
         self.random = _random_states()
