@@ -32,6 +32,15 @@ class ImageNetData(ClassificationData):
         if self.crop_size > self.resize:
             raise ValueError(f"data.crop_size={self.crop_size}: expected at most data.resize={self.resize}")
 
+    def apply_crop(self, crop: int | None, resize: int | None) -> None:
+        """Take over the keys crop and resize of eval.py. ValueError: the crop is larger than the image."""
+        if resize is None:
+            resize = self.resize if crop is None else round(crop * self.resize / self.crop_size)
+        self.resize = resize
+        self.crop_size = crop or self.crop_size
+        if self.crop_size > self.resize:
+            raise ValueError(f"crop={self.crop_size} resize={self.resize}: expected a crop of at most resize pixels")
+
 
 @dataclass
 class ClassFoldersData(ImageNetData):
@@ -136,26 +145,28 @@ class ClassificationRun(TrainingRun):
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""
-        data, crop, resize = self.data, options.crop, options.resize
+        data = self.data
         if isinstance(options, Evaluation):
-            if isinstance(options.batch_size, int):
-                self.trainer.evaluate_batch_size = options.batch_size
-            elif options.view == TEN_CROP:
-                self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
-            order = options.data.class_order
-            if order is not None:
-                if not isinstance(data, ClassFoldersData):
-                    raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
-                data.class_order = order
-        if not isinstance(data, ImageNetData):
-            words = [*if_changed(options.view, "center", "view={}"), *if_changed(crop, None, "crop={}")]
-            words += if_changed(resize, None, "resize={}")
-            if words:
-                raise ValueError(f"{' '.join(words)}: {data.name} is evaluated on whole images; leave this out")
+            self._apply_evaluation(options)
+        if isinstance(data, ImageNetData):
+            data.apply_crop(options.crop, options.resize)
             return
-        if resize is None:
-            resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)
-        data.crop_size = crop or data.crop_size
-        data.resize = resize
-        if data.crop_size > data.resize:
-            raise ValueError(f"crop={data.crop_size} resize={data.resize}: expected a crop of at most resize pixels")
+        words = [
+            *if_changed(options.view, "center", "view={}"),
+            *if_changed(options.crop, None, "crop={}"),
+            *if_changed(options.resize, None, "resize={}"),
+        ]
+        if words:
+            raise ValueError(f"{' '.join(words)}: {data.name} is evaluated on whole images; leave this out")
+
+    def _apply_evaluation(self, options: Evaluation) -> None:
+        """Override the keys that eval.py alone has. ValueError: the dataset has no class folders."""
+        if isinstance(options.batch_size, int):
+            self.trainer.evaluate_batch_size = options.batch_size
+        elif options.view == TEN_CROP:
+            self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
+        order = options.data.class_order
+        if order is not None:
+            if not isinstance(self.data, ClassFoldersData):
+                raise ValueError(f"data.class_order={order}: {self.data.name} has no class folders; leave this out")
+            self.data.class_order = order

@@ -145,8 +145,10 @@ class Evaluation(TrainedNetwork):
         `step`: of a checkpoint whose run has not ended. With `trainer.evaluate_images`, results.json holds the scores
         of those images only.
         """
-        path, data = Path(self.checkpoint), config.data
-        smooth, pooling = self.data.antialias, self.head.pooling_size
+        path = Path(self.checkpoint)
+        data = config.data
+        smoothing = "antialiased" if self.data.antialias else "aliased"
+        pooling = self.head.pooling_size
         words = [
             *if_changed(path.stem, "last"),
             *if_changed(step if path.stem == "last" else None, None, "step{}"),
@@ -154,7 +156,7 @@ class Evaluation(TrainedNetwork):
             *if_changed(self.data.split, data.val_split),
             *if_changed(absolute(self.data.root), absolute(data.root), "{0.name}"),
             *if_changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
-            *if_changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
+            *if_changed(self.data.antialias, getattr(data, "antialias", None), smoothing),
             *if_changed(pooling, getattr(getattr(config, "head", None), "pooling_size", None), "pooling{0[0]}x{0[1]}"),
             *if_changed(self.data.class_order, getattr(data, "class_order", None)),
             *if_changed(self.precision, config.trainer.precision),

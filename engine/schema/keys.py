@@ -212,7 +212,8 @@ class Declared(NamedTuple):
 def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     """The keys of a schema, its groups, and all their alternatives; a type that differs between these is Any."""
     keys: dict[str, Declared] = {}
-    hints, groups = get_type_hints(schema), groups_of(schema)
+    hints = get_type_hints(schema)
+    groups = groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
         of_alternatives = []
@@ -272,7 +273,9 @@ def complete_and_check(config: Keys, prefix: str = "") -> None:
 def expected(declared: Declared) -> str:
     """The type of a key and the values that it allows, in words: a whole number above 0."""
     kind, bounds = declared
-    word, one_of, entries = bounds.get("word"), bounds.get("one_of"), bounds.get("entries")
+    word = bounds.get("word")
+    one_of = bounds.get("one_of")
+    entries = bounds.get("entries")
     if word:
         without_word = Declared(int, {**bounds, "word": None})
         return f"{word}, or {expected(without_word)}" if _is_bounded(bounds) else f"{word}, true or false"
@@ -319,7 +322,8 @@ def _is_bounded(rules: Mapping[str, Any]) -> bool:
 
 def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
     """Whether a key with these rules may have a value, whose type fits."""
-    word, one_of, entries = rules.get("word"), rules.get("one_of"), rules.get("entries")
+    word = rules.get("word")
+    one_of = rules.get("one_of")
     if value is None:
         return rules.get("may_be_null", True)
     if one_of is not None:
@@ -335,8 +339,10 @@ def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
     if not _is_bounded(rules):
         return True
     numbers = tree_leaves(value)
-    above, least, most = rules.get("above", -math.inf), rules.get("least", -math.inf), rules.get("most", math.inf)
-    is_complete = bool(numbers) if entries is None else len(value) == len(entries)
+    above = rules.get("above", -math.inf)
+    least = rules.get("least", -math.inf)
+    most = rules.get("most", math.inf)
+    is_complete = len(value) == len(rules["entries"]) if "entries" in rules else bool(numbers)
     return is_complete and all(above < number < math.inf and least <= number <= most for number in numbers)
 
 

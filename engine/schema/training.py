@@ -158,7 +158,9 @@ class TrainingRun(Plugins):
 
     def _check_library_network(self) -> None:
         """ValueError: weights, norm or activation do not fit torchvision's and timm's networks."""
-        body, norm, init = self.body, self.norm, self.init
+        body = self.body
+        norm = self.norm
+        init = self.init
         if init.weights == PUBLISHED and not body.in_library:
             raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
         if isinstance(body, TorchvisionBody) and body.weights is not None and init.weights is not None:
@@ -208,7 +210,9 @@ class TrainingRun(Plugins):
 
     def complete(self) -> None:
         """Give keys of norm, data and init that are null the values that follow from the body."""
-        body, data, norm = self.body, self.data, self.norm
+        body = self.body
+        data = self.data
+        norm = self.norm
         if isinstance(body, TorchvisionBody) and body.weights is not None:
             self.init.weights = body.weights
             self.init.format = body.name
