@@ -31,37 +31,32 @@ class Memory:
     activations: str | None = key(None, free_on_resume=True)
 
     def check(self) -> None:
-        """Raise ValueError for keys that exclude each other, need another, or leave nothing for tensors."""
+        """ValueError: a text is no size, or keys exclude each other, need another, or leave nothing for tensors."""
         if self.fit is not None and self.budget is None:
             raise ValueError(f"memory.fit={self.fit} needs a device's memory: give memory.budget=…, such as 12GiB")
         if self.activations is not None and self.budget is not None:
             raise ValueError(
                 f"memory.activations={self.activations} with memory.budget={self.budget}: give one of them"
             )
-        self.activation_bytes()  # raises if it is wrong
+        for name, text in (("activations", self.activations), ("budget", self.budget)):
+            size_bytes = None if text is None else bytes_of(text)
+            if text is not None and (size_bytes is None or size_bytes > MOST_BYTES):
+                limits = f"a number and one of {', '.join(UNITS)}, such as 12GiB; at most 1,048,576GiB"
+                raise ValueError(f"memory.{name}={text}: expected {limits}")
         device_count = self.gpus or 1
-        available = self.available(device_count)
-        if available is not None and available <= 0:
+        if self.budget is not None and (self.available(device_count) or 0) <= 0:
             raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(device_count)}")
 
     def available(self, device_count: int, is_captured: bool = False) -> int | None:
         """Bytes for tensors on each device, also of captured steps; None if the device memory is not given."""
         if self.budget is None:
             return None
-        left = (self._bytes("budget") - _reserved(device_count)) * (1 - FRAGMENTATION)
+        left = ((bytes_of(self.budget) or 0) - _reserved(device_count)) * (1 - FRAGMENTATION)
         return int(left / (1 + CAPTURED) if is_captured else left)
 
     def activation_bytes(self) -> int | None:
         """`activations` as a number; None if it is not given."""
-        return None if self.activations is None else self._bytes("activations")
-
-    def _bytes(self, name: str) -> int:
-        text = getattr(self, name)
-        size = bytes_of(text)
-        if size is None or size > MOST_BYTES:
-            limits = f"a number and one of {', '.join(UNITS)}, such as 12GiB; at most 1,048,576GiB"
-            raise ValueError(f"memory.{name}={text}: expected {limits}")
-        return size
+        return None if self.activations is None else bytes_of(self.activations)
 
 
 def deductions(device_count: int) -> str:
