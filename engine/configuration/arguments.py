@@ -1,5 +1,6 @@
 """The arguments that the words of a command make, also as other programs write them: --lr 0.1, SOLVER.BASE_LR 0.1."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -42,12 +43,9 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
             fault = DASHES if has_dashes else "" if is_key else NO_KEY
             yield Argument(f"{prefixed_name}={value}", name, value, fault)
         elif has_dashes or _is_key(word, remaining, keys):
-            count = int(bool(remaining) and _is_value(remaining[0]))
-            while 0 < count < len(remaining) and all(map(NUMBER.fullmatch, remaining[: count + 1])):  # 3 224 224
-                count += 1
-            values = remaining[:count]
-            del remaining[:count]
-            value = f"[{','.join(values)}]" if count > 1 else "".join(values)
+            values = _values_in_front(remaining)
+            del remaining[: len(values)]
+            value = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
             yield Argument(" ".join([word, *values]), name, value, DASHES if has_dashes else SPACE)
         else:
             yield Argument(word, ALONE, word, NO_VALUE)
@@ -58,6 +56,14 @@ def _is_key(word: str, next_words: Sequence[str], keys: Collection[str]) -> bool
     if not KEY.fullmatch(word) or not next_words or not _is_value(next_words[0]) or advice_about(ALONE, word, keys):
         return False
     return "." in word or word in keys or advice_about(word, next_words[0], keys) is not None
+
+
+def _values_in_front(words: Sequence[str]) -> Sequence[str]:
+    """The value that words begin with, or several numbers, such as 224 224; none if they begin with another key."""
+    numbers = [*itertools.takewhile(NUMBER.fullmatch, words)]
+    if len(numbers) > 1:
+        return numbers
+    return words[:1] if words and _is_value(words[0]) else []
 
 
 def _is_value(word: str) -> bool:
