@@ -157,6 +157,12 @@ def world_size() -> int:
         return dist.get_world_size()
     if launched():
         return int(os.environ["WORLD_SIZE"])
+    _refuse_other_launchers()
+    return 1
+
+
+def _refuse_other_launchers() -> None:
+    """ValueError: a launcher other than torchrun and submitit has started several processes."""
     for name, rank in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") != "1" and (rank is None or rank in os.environ):
             raise ValueError(
@@ -164,7 +170,6 @@ def world_size() -> int:
                 f"torchrun --nproc-per-node (under Slurm scripts/slurm.sbatch, or srun --ntasks-per-node=1 torchrun), "
                 f"or unset {name} if the process is meant to be alone"
             )
-    return 1
 
 
 @contextmanager
@@ -186,7 +191,6 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     own_device = device_of(device, local_rank, f"{keys}device")
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
-    world_size()  # checks the environment
     is_first_group = launched() and not dist.is_initialized()
     try:
         if is_first_group:
@@ -202,6 +206,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         if dist.is_available() and dist.is_initialized():
             yield World(dist.get_rank(), dist.get_world_size(), own_device)
         else:
+            _refuse_other_launchers()
             yield World(device=own_device)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/" not in str(error):  # the path of gloo's source
