@@ -92,14 +92,25 @@ class LabelNames(NamedTuple):
         return f"{above / label_folder} holds labels such as {example}: {options}" if options else None
 
     def twins_advice(self, above: Path) -> str | None:
-        """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir."""
+        """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir.
+
+        Or if a folder holds both, or other files in place of labels. None if nothing of this is there.
+        """
         for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
-            for folder in sorted(filter(Path.is_dir, place.iterdir())):
+            folders = sorted(filter(Path.is_dir, place.iterdir()))
+            for folder in folders:
                 images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
                 labels, suffix = self._replace(image_folder=folder.name).usual_label_place(place, images)
                 if _OF_LABELS.search(labels):
                     return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
-        return None
+                if labels == folder.name and _OF_LABELS.search(suffix):
+                    options = self._as_options(label_folder=self.image_folder, label_suffix=suffix)
+                    return f"move the images and labels in {folder} to {folder / self.image_folder} and {options}"
+                for label_folder in filter(lambda path: _OF_LABELS.search(path.name), folders):
+                    if _are_numbered(images, list_files(label_folder, PHOTOGRAPHS, deep=True)):
+                        options = self._as_options(image_folder=folder.name, label_folder=label_folder.name)
+                        return f"call the images in {folder} as their labels, without _0000, and {options}"
+        return self._advice_instead(above, {})
 
     def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder and the suffix of most files that begin as these images do; empty for less than a quarter."""
@@ -137,3 +148,8 @@ class LabelNames(NamedTuple):
                 if names:
                     return f"{folder} holds {len(names)} files of {kind}, such as {readable(names[0])}: {cure}"
         return None
+
+
+def _are_numbered(images: Mapping[str, Path], labels: Mapping[str, Path]) -> bool:
+    """Whether images are named as nnU-Net's are: NAME_0000, the first channel, of the label NAME."""
+    return any(name.endswith("_0000") and name.removesuffix("_0000") in labels for name in images)

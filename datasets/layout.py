@@ -40,7 +40,7 @@ class Layout:
         if not root.is_dir():
             start = "" if root.is_absolute() else f" below {Path.cwd()}, from which a relative path counts"
             problem = "a link that leads nowhere" if root.is_symlink() else "not an existing folder"
-            raise self.error(f"{root} is {problem}{start}")
+            raise self.error(f"{root} is {problem}{start}", fix="give the folder at the top of this layout")
         return root
 
     def error(self, problem: str, root: Path | None = None, fix: str | None = None) -> ValueError:
@@ -75,7 +75,8 @@ class Layout:
             looked_for = f"{folder}/**/*{ends}" if deep else f"{folder}/*{ends}"
             kinds = Counter(os.path.splitext(name)[1] for name, _ in files_in(folder)).most_common(3)
             looked_for += f"; there are {' and '.join(f'{n} {kind}' for kind, n in kinds)}" if kinds else ""
-            raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
+            fix = None if kinds else f"put images into {folder}, or give another split"
+            raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root, fix)
         return paths
 
     def check_list(

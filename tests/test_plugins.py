@@ -291,7 +291,12 @@ def test_a_trained_network_is_given_further_scores(loading):
     "name, text, word, problem",
     [
         ("models", "", "models", r"models.py is hidden by .*models/__init__.py, of the same name: rename it"),
-        ("empty", "x = 1\n", "empty", r"empty.py registers no choice, and has no folder configs beside it"),
+        (
+            "empty",
+            "x = 1\n",
+            "empty",
+            r"empty.py registers no choice by @choice\(GROUP\), and has no folder",
+        ),
         ("absent", None, "absent", r"there is no absent.py or package absent in .*, nor where Python looks"),
         ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
         ("sys", None, "sys", r"sys is no file of Python code: expected a module of your own"),

@@ -209,9 +209,10 @@ class RunDirectory:
         state = self._load_newest_good()
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             raise self._error(f" has only a run's weights, which cannot be resumed: {self._new_run_advice()}")
-        if state["task"] != config.task:
-            raise self._error(f" is for the task {state['task']}: expected {config.task}")
         recorded = of_checkpoint(state, f"run_dir={self.path}")
+        if recorded.task != config.task:
+            program = f"{recorded.entry}.py continues it"
+            raise self._error(f" is for the task {recorded.task}: expected {config.task}; {program}")
         if config.data.is_measured:  # as the run measured at its start
             config.data.mean = config.data.mean or recorded.data.mean
             config.data.std = config.data.std or recorded.data.std
@@ -236,11 +237,15 @@ class RunDirectory:
     def _check_nothing_is_lost(self, resume: str | None) -> None:
         """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
 
+        Or if the folder is a run's folder of checkpoints.
+
         With resume=auto, records alone may be overwritten: the run died before its first checkpoint.
         """
         text = self.config.read_text("utf-8", "replace").strip("\0") if self.config.is_file() else ""
         if text and not re.search(r"^# \d+ x \w+$", text, re.MULTILINE):  # a power cut may leave zeros
             raise self._error(f" holds a {self.config.name} of something else, which a run would overwrite: {_ANOTHER}")
+        if os.path.lexists(self.path / self.last.name):
+            raise self._error(f" holds the checkpoints of a run: give run_dir={self.path.parent}")
         names = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
         if resume is None and names:
             raise self._error(

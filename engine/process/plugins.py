@@ -73,7 +73,9 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
     new_modules = _modules(choices) - modules_before
     registers = new_modules or any(f"{module}.".startswith(f"{name}.") for module in modules_before)
     if plugin.configs is None and not registers:
-        raise ValueError(f"{plugin.files[0]} registers no choice, and has no folder configs beside it")
+        raise ValueError(
+            f"{plugin.files[0]} registers no choice by @choice(GROUP), and has no folder configs beside it"
+        )
     if threading.active_count() > threads_before or torch.cuda.is_initialized():
         raise ValueError(
             f"importing {plugin.files[0]} starts a thread or uses a GPU, but help, sweeps and data workers import it, "

@@ -255,6 +255,18 @@ class TrainingRun(Plugins):
                 f"{extent.image_count} training images do not fill "
                 f"data.crops_per_minibatch={data.crops_per_minibatch}: they are drawn more than once per epoch"
             )
+        steps = self.trainer.steps
+        if steps is not None and extent.step_count < steps and not self.trainer.smoke:
+            yield (
+                f"trainer.epochs={self.trainer.epochs} ends this training after {extent.step_count:,} of trainer.steps="
+                f"{steps:,}, as the shorter counts: give trainer.epochs=null to take them all"
+            )
+        momentum = self.norm.momentum
+        if momentum is not None and momentum > 0.5:
+            yield (
+                f"norm.momentum={momentum} is the newest minibatch's share of running statistics: if it is Keras's, "
+                f"the share of the older ones, give norm.momentum={1 - momentum:.4g}"
+            )
         average_doubt = self._doubt_of_average(extent.step_count)
         if average_doubt:
             yield average_doubt

@@ -755,6 +755,23 @@ def test_voc_s_lists_are_named_instead_of_a_division(root):
         folder(root, "train", image_folder="JPEGImages", label_folder="SegmentationClass")
 
 
+def test_images_with_the_names_of_nnu_net_and_pairs_in_a_split_are_renamed_and_moved(root):
+    for split in ("val", "test"):
+        shutil.rmtree(root / split)
+    (root / "train" / "labels").rename(root / "labelsTr")
+    (root / "train" / "images").rename(root / "imagesTr")
+    for file in (root / "imagesTr").glob("*/*"):
+        file.rename(file.with_stem(f"{file.stem}_0000"))
+    with pytest.raises(ValueError, match="without _0000, and give image_folder=imagesTr label_folder=labelsTr"):
+        folder(root, "train")
+    for kind, end in (("images", "_0000"), ("labels", "")):
+        for file in (root / f"{kind}Tr").glob("*/*"):
+            suffix = "" if kind == "images" else "_mask"
+            file.rename(root / "train" / f"{file.stem.removesuffix(end)}{suffix}{file.suffix}")
+    with pytest.raises(ValueError, match="train/images and give label_folder=images label_suffix=_mask"):
+        folder(root, "train")
+
+
 def test_texts_that_name_no_image_are_no_splits(root):
     flat(root)
     for name, text in (

@@ -20,6 +20,7 @@ import torch
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as cfg
+from engine.configuration.command_line import checked
 from engine.configuration.help import as_text
 from engine.schema.keys import deciding
 from engine.schema.segmentation import SegmentationRun
@@ -375,8 +376,10 @@ def test_a_checkpoint_of_another_task_or_length_or_of_weights_alone_is_refused(t
         run.checkpoint_to_resume(with_key(config, "trainer.steps", 6), total_steps=6, files={})
     with pytest.raises(ValueError, match="seed was 0 and is 1. Give the same values to continue it"):
         run.checkpoint_to_resume(with_key(config, "seed", 1), total_steps=9, files={})
-    save(run, {**state_of(1, config), "task": "shapes"})
-    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
+    images = cfg.plain(checked("train_imagenet", "data=cifar10", "data.root=DIR"))
+    save(run, {**state_of(1, config), "task": "classification", "config": images})
+    expected = "expected segmentation; train_imagenet.py continues it"
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task classification: {expected}$"):
         run.checkpoint_to_resume(config, total_steps=9, files={})
     for part in ("total_steps", "data"):
         save(run, {name: value for name, value in state_of(1, config).items() if name != part})
@@ -406,6 +409,11 @@ def test_another_programs_configuration_is_not_overwritten(config, tmp_path, res
     for ours in ("", "\0\0\0", "# python train_seg.py\n# 2 x cuda\nseed: 0\n"):  # the run died before its first step
         run.config.write_text(ours)
         assert resumed(run, again) is None
+    inside = RunDirectory(f"{run.last.parent}")
+    save(run, state_of(1, config))
+    with pytest.raises(ValueError, match=f"holds the checkpoints of a run: give run_dir={tmp_path}$"):
+        resumed(inside, again)
+    run.last.unlink()
     run.config.write_text("# my project\nlr: 0.1\n")
     with pytest.raises(ValueError, match=f"^run_dir={tmp_path} holds a config.yaml of something else, which a run"):
         resumed(run, again)

@@ -374,6 +374,10 @@ def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
     assert "norms normalise 4 crop(s)" in doubts[-1]
     plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
     assert [*plain.doubts(Extent(11, 8, process_count=1, step_count=100))] == []
+    cut = run_config("data.crops_per_minibatch=8", "trainer.steps=101", "norm.momentum=0.99")
+    length, momentum = cut.doubts(Extent(11, 8, process_count=1, step_count=100))
+    assert "after 100 of trainer.steps=101, as the shorter counts: give trainer.epochs=null" in length
+    assert momentum.endswith("give norm.momentum=0.01")
     classification = checked("train_imagenet", "data=cifar10")
     extent = Extent(9, 50_000, process_count=1, step_count=100, official_class_count=10)
     (doubt,) = classification.doubts(extent)
