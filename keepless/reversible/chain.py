@@ -125,10 +125,8 @@ class Apply(NamedTuple):
         """Run the function again. `values`: its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
-                values = as_tuple(call_without_writes(self.inverse, values))
-                values = tuple(
-                    _with_dtype(tensor, dtype) for tensor, dtype in zip(values, properties.dtypes, strict=True)
-                )
+                restored = as_tuple(call_without_writes(self.inverse, values))
+                values = tuple(map(_with_dtype, restored, properties.dtypes))
         checksum.compare(self.function(*properties.recreate(values)))
         return lambda: values
 

@@ -90,7 +90,8 @@ class InvertibleModuleWrapper(nn.Module):
             call_at_compilation(_warn_of_kept_activations)
             return function(*values)
         run = Pass(values, preserve_rng_state=self.preserve_rng_state)
-        if self.keep_input_inverse if inverts else self.keep_input:
+        keeps_input = self.keep_input_inverse if inverts else self.keep_input
+        if keeps_input:
             run.apply([self._fn], function)
         elif runs_in_halves(self._fn):
             if is_low_under_autocast(values[0]) and not run.boundary.outputs:  # no wrapper comes before it
