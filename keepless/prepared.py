@@ -35,7 +35,7 @@ from .torch_internals import (
 
 def recompute_activations(
     network: Network,
-    *unnamed: object,
+    *,
     checkpointed_only: bool = False,
     budget: Budget | None = None,
     example: Any = None,
@@ -85,9 +85,6 @@ def recompute_activations(
             network does not run on it.
         TypeError: an option is given without its name.
     """
-    if unnamed:
-        option = f'"{unnamed[0]}"' if isinstance(unnamed[0], str) else unnamed[0]
-        raise TypeError(f"recompute_activations takes its options by name: write budget={option}")
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
     if any(map(is_lazy, network.parameters())):

