@@ -66,7 +66,7 @@ class Signature:
         self.most_bytes = 0  # of inputs of such a pass
         self.most_nodes = 0  # of a pass that had a longer graph than such ones
         self.functions = frozenset[Any]()  # of calls that such passes lack
-        self.is_unlike = False  # the last pass had more nodes, or a new function
+        self.is_unlike = False  # the last pass had more nodes, or a new function: the next one teaches
 
     @property
     def has_own_plan(self) -> bool:
@@ -101,16 +101,12 @@ class Signature:
         k = number.bit_length() - 1
         return self.is_unlike or number == k + 2**k or pass_bytes > 2 * self.most_bytes
 
-    def note_calls(self, functions: Iterable[Any]) -> None:
-        """Note the functions of calls that the advice lacks."""
+    def note_differences(self, node_count: int, functions: Iterable[Any]) -> None:
+        """Note what a pass had that the advice lacks: the nodes of a longer graph, and functions of new calls."""
         new_functions = frozenset(functions) - self.functions
-        self.functions |= new_functions
-        self.is_unlike = self.is_unlike or bool(new_functions)
-
-    def note_nodes(self, node_count: int) -> None:
-        """Note the nodes of a pass whose graph was longer than the advice says."""
-        self.is_unlike = node_count > self.most_nodes
+        self.is_unlike = node_count > self.most_nodes or bool(new_functions)
         self.most_nodes = max(self.most_nodes, node_count)
+        self.functions |= new_functions
 
     def forget_advice(self) -> None:
         self.advice = None

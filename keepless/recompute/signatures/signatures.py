@@ -254,21 +254,21 @@ class Signatures:
         if signature is None:
             return
         if isinstance(recording, WatchedRecording):
-            _end_watched_pass(recording, module, output)
+            if output is None:
+                recording.watch.end(State.LOST)
+                signature.watch = None
+            else:
+                recording.watch.await_backward(module, output)
             return
         if signature.base is not signature:  # gradients came
             self.gradients.await_backward(Backward(output))
         elif signature.is_due:
             signature.backward = Backward(output)
         is_complete = recording.elsewhere is None  # nothing is held elsewhere
-        advised = recording if isinstance(recording, Advised) else None
-        if advised is not None and advised.has_followed and is_complete:
+        if is_complete and isinstance(recording, Advised) and recording.has_followed:
             return
-        is_outdated = advised is not None and advised.is_outdated
         if self.budget is not None:
-            self._watch_again(signature, recording, is_outdated)
-        elif advised is not None and is_outdated:
-            signature.note_nodes(advised.node_count)
+            self._watch_again(signature, recording)
         if is_complete and output is not None and not signature.base.is_due:
             self._learn(signature, recording)
 
@@ -281,15 +281,17 @@ class Signatures:
                 signature.stray_count += 1
                 return  # a pass that follows the plan teaches more
             if self.budget is None and not recording.is_first:
-                signature.note_calls([site.function for site in recording.unknown_sites])
+                node_count = recording.node_count if recording.is_outdated else 0
+                signature.note_differences(node_count, [site.function for site in recording.unknown_sites])
             fits = signature.plan is not None and signature.plan.fits
             recording.learn(fits=fits and not has_left)
             signature.advice = recording.advice
         signature.teaches = False
         self.gradients.parameters = []  # new calls may come with new ones
 
-    def _watch_again(self, signature: Signature, recording: Recording, is_outdated: bool) -> None:
+    def _watch_again(self, signature: Signature, recording: Recording) -> None:
         """Let a step be watched if a pass has made more than the planned one, or if that is cheap, other calls."""
+        is_outdated = isinstance(recording, Advised) and recording.is_outdated
         is_larger = recording.growth > MORE
         if recording.elsewhere is not None and not (is_outdated or is_larger):
             signature.slack = max(signature.slack, 2 * recording.fluctuation_bytes)
@@ -314,8 +316,7 @@ class Signatures:
     def add_plans(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plans: Plans) -> None:
         """Let passes with arguments of this size follow plans from their first one on."""
         signature = self._signature_of(module, tensors_in((args, kwargs)), args, kwargs)
-        if not is_sharded(module):
-            self._note_watched(signature)
+        self._note_watched(signature)
         signature.watch = None
         signature.follow_own(plans)
 
@@ -335,15 +336,6 @@ class Signatures:
         for key in signatures.keys() & received[0].keys():
             if received[0][key] != own_plans[key]:
                 signatures[key].exchange_plans(*received[0][key])
-
-
-def _end_watched_pass(recording: WatchedRecording, module: nn.Module, output: object) -> None:
-    """The forward pass of a watched step has ended. `output`: None if it raised an error."""
-    if output is None:
-        recording.watch.end(State.LOST)
-        recording.signature.watch = None
-    else:
-        recording.watch.await_backward(module, output)
 
 
 def _has_left_plan(signature: Signature, recording: Recording) -> bool:
