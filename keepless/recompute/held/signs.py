@@ -52,12 +52,7 @@ def unpacking_bytes(tensor: Tensor) -> int:
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether a tensor's elements have no gaps in memory, in any order of its dimensions."""
-    size = 1
-    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
-        if step != size:
-            return False
-        size *= length
-    return True
+    return torch.ops.aten.is_non_overlapping_and_dense(torch.empty_strided(shape, stride, device="meta"))
 
 
 class Signs:
