@@ -64,9 +64,8 @@ class Elsewhere:
 
     def hold(self, tensor: Tensor) -> Held | None:
         """Copy a tensor; None if it has to stay where it is, such as a small one, or if there is no room."""
-        if not is_ordinary(tensor) or isinstance(tensor, FakeTensor) or tensor.nbytes < SMALL:
-            return None  # sparse tensors have no `nbytes`
-        if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        has_values = is_ordinary(tensor) and not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+        if not has_values or tensor.nbytes < SMALL or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.nbytes <= self.room:
             self.room -= tensor.nbytes
@@ -76,8 +75,7 @@ class Elsewhere:
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
         """A vector with the entries of a tensor's memory, from its first to its last one; None if there is no room."""
-        steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        span = 1 + sum(steps) if all(tensor.shape) else 0
+        span = 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
         with torch.no_grad():
             entries = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
             if not tensor.is_cpu:
