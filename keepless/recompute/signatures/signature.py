@@ -112,7 +112,7 @@ class Signature:
         self.advice = None
         self.teaches = True
 
-    def _follow(self, plan: Plan | None) -> None:
+    def follow(self, plan: Plan | None) -> None:
         """Let the next pass follow a plan, and teach advice."""
         self.plan = plan
         self.lender = None
@@ -123,7 +123,7 @@ class Signature:
     def follow_own(self, plans: Plans | None) -> None:
         """Let passes follow plans that were made for this size; None: there can be none."""
         plan, coming_plan = (None, None) if plans is None else plans
-        self._follow(plan)
+        self.follow(plan)
         self.set_coming(None if coming_plan is plan else coming_plan)
         is_smaller = plan is not None and plan.bytes < MORE * self.exceeded_bytes
         self.is_due = is_smaller and self.try_count < _TRIES
@@ -133,7 +133,7 @@ class Signature:
 
     def borrow(self, lender: "Signature") -> None:
         """Follow the plan of another size."""
-        self._follow(lender.plan)
+        self.follow(lender.plan)
         self.lender = lender
         self.set_coming(None if lender.coming is None else lender.coming.plan)
 
@@ -149,7 +149,7 @@ class Signature:
         self.coming = None
         if plan is not None:
             self.coming = Signature(self.kind, base=self)
-            self.coming._follow(plan)
+            self.coming.follow(plan)
 
     def awaits_backward(self) -> bool:
         """Whether the pass that was watched, or one after it, still waits for its backward pass."""
