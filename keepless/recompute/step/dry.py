@@ -55,12 +55,14 @@ def counted_step(
 ) -> Step:
     """Run a step of a network, on real or fake tensors, and count it. It changes buffers, but no gradients.
 
+    The loss is the mean squares of outputs; a `Loss` where nothing is measured, for planners that count it themselves.
     `measures`: see `Allocations`; always on for real tensors. `copy_parameters`: see `Recording`.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
-    watch = Watch(inputs, measures or not is_fake, copy_parameters)
+    is_estimated = is_fake and not measures
+    watch = Watch(inputs, not is_estimated, copy_parameters)
     with _without_gradients(parameters):
         watch.watch_gradients(parameters)
         try:
@@ -69,7 +71,7 @@ def counted_step(
             with watch.allocations:
                 watch.forward_ends(tensors_in(outputs))
                 starts = differentiable(outputs)
-                losses = _losses(starts, watch.allocations.measures)
+                losses = [Loss.apply(*starts)] if is_estimated else [start.square().mean() for start in starts]
                 torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
                 del outputs, starts, losses
         finally:
@@ -90,13 +92,6 @@ def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _losses(starts: Sequence[Tensor], measures: bool) -> list[Tensor]:
-    """The mean squares of outputs; a `Loss` where nothing is measured, for planners that count the loss themselves."""
-    if measures:
-        return [start.square().mean() for start in starts]
-    return [Loss.apply(*starts)]
 
 
 def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
@@ -217,9 +212,7 @@ def _deep_copies(
 
 def _fakes_by_id(mode: FakeTensorMode, network: nn.Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     """Fake tensors like these, by the ids of these; those of a network's parameters are parameters."""
-    fakes: dict[int, Any] = {}
-    for tensor in tensors:
-        fakes[id(tensor)] = _fake_like(mode, tensor.detach()).requires_grad_(tensor.requires_grad)
+    fakes = {id(tensor): _fake_like(mode, tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors}
     for parameter in network.parameters():
         fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)].detach(), parameter.requires_grad)
     return fakes

@@ -152,8 +152,7 @@ class _Search:
 
     def baseline(self) -> Trial:
         """Simulate the choice that keeps everything that can be kept."""
-        values = zip(self.step.values, self.is_free, strict=True)
-        return self.simulate([value.kind == Kind.KEPT or is_free for value, is_free in values])
+        return self.simulate([value.kind in (Kind.KEPT, Kind.FREE) for value in self.step.values])
 
     def any_within(self, limit: int) -> Choice:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
@@ -409,9 +408,8 @@ def segmented(step: Step) -> Iterator[list[bool]]:
     handed_on = _handed_on(step)
     sizes = [_bytes_in_memory(step, results) for results in handed_on]
     cuts = _local_minima(sizes) or [i for i in range(1, len(sizes) - 1) if 0 < sizes[i] == sizes[i - 1]]
-    bytes_before = [0]  # of the results before each value
-    for value in step.values:
-        bytes_before.append(bytes_before[-1] + (value.bytes if value.kind == Kind.FREE else 0))
+    sizes_of_free = (value.bytes if value.kind == Kind.FREE else 0 for value in step.values)
+    bytes_before = [0, *accumulate(sizes_of_free)]  # of the results before each value
     seen: set[tuple[int, ...]] = set()
     for count in _SEGMENTS:
         chosen = _cuts_at_least_apart(cuts, bytes_before, bytes_before[-1] / count)
