@@ -142,7 +142,9 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
     average = assemble.network_of(config, 8).state_dict()
-    saved(tmp_path / "last.pt", config, CLASSES, ema=average, optimizer={}, random={})
+    saved(
+        tmp_path / "last.pt", config, CLASSES, ema=average, optimizer={}, random={"cpu": [torch.zeros(1)], "cuda": []}
+    )
     names = "net.pt", "net.safetensors"
     for name in names:
         for _ in range(2):  # the second time it is replaced
