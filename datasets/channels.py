@@ -40,7 +40,7 @@ def decode(
     PNG with alpha, TIFF (interleaved, or pages that are channels; CMYK too), arrays, and formats that Pillow opens with
     an alpha channel. ValueError: the file has another number of channels, a palette, or cannot be read.
     """
-    stored = file if isinstance(file, Stored) else read(file, turned or channels != COLOURS, channels)
+    stored = file if isinstance(file, Stored) else read(file, turned or channels != COLOURS)
     if channels == COLOURS and stored.format != "array":
         return reading.decode_image(stored, window, turned, range16)
     return np.ascontiguousarray(reading.as_levels(_decode_values(stored, channels, window), range16))
@@ -161,7 +161,7 @@ def _decode_array(file: Stored, window: Window) -> np.ndarray:
     rows, columns = window
     first, last = (0, height) if by_columns else rows.indices(height)[:2]
     row_bytes = width * channels * dtype.itemsize
-    with decoding(file.path, f"an image; expected {EXPECTED_ARRAY}"), file.open_stream() as stream:
+    with decoding(file.path, f"an image; expected {EXPECTED_ARRAY}"), file.open_array() as stream:
         stream.seek(start + first * row_bytes)
         pixels = np.frombuffer(stream.read((last - first) * row_bytes), dtype)  # too few do not have this shape
         pixels = pixels.reshape((last - first, width, channels), order="F" if by_columns else "C")
@@ -195,8 +195,7 @@ def _decode_page(data: bytes, tags: Tags) -> np.ndarray:
     formats.check_pixels(tags, len(data))
     image: Any = TiffImagePlugin.TiffImageFile(BytesIO(_as_gray(data, tags)))
     with image:  # without Pillow's limit, as it counts columns
-        areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
-        if sum(areas) < image.width * image.height:
+        if reading.has_missing_parts(image):
             raise ValueError("a strip or tile is missing")
         values = np.array(image).astype(f"u{tags[BITS][0] // 8}")
     pixels = values.reshape(tags[HEIGHT], tags[WIDTH], channels_of(tags))

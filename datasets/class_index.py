@@ -95,8 +95,6 @@ def index_classes(
                 f"({error}); expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
     counts, places = arrays
-    if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
-        raise ValueError(f"the class index {file} is damaged or of other images; remove it")
     return ClassIndex(dataset.classes, counts, places, positions, index_folder)
 
 

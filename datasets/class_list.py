@@ -15,7 +15,6 @@ CLASSES = "classes.json"
 EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 _IGNORED = 255  # unless the file says otherwise
-_LONGEST_NAME = 255  # of a class
 Colour = tuple[int, int, int]
 
 
@@ -36,9 +35,6 @@ def folder_classes(file: Path) -> ClassTable:
         ids = [number for number in range(len(entries)) if number not in ignored]
         names = tuple(entries[number]["name"] for number in ids)
         check_names(zip(ids, names, strict=True))
-        long_names = [name for name in names if len(name) > _LONGEST_NAME]
-        if long_names:
-            raise ValueError(f"a name has {len(long_names[0]):,} characters, expected at most {_LONGEST_NAME}")
         for kind, values in (("names", names), ("colours", tuple(colours.values()))):
             repeated = sorted({str(value) for value in values if values.count(value) > 1})
             if repeated:
@@ -71,8 +67,6 @@ def _check_form(content: Any) -> None:
     foreign = [number for number in content.get("ignored", []) if number not in range(256)]
     if foreign:
         raise ValueError(f'"ignored" has {foreign[0]!r}, expected ids from 0 to 255')
-    if len(content["classes"]) > 256:
-        raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
     keys = {*content} - {"classes", "ignored"} | {key for entry in content["classes"] for key in entry}
     unknown = sorted(keys - {"name", "colour"})
     if unknown:

@@ -69,7 +69,7 @@ def png_without(data: bytes, kinds: tuple[bytes, ...]) -> bytes:
 def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
     """The PNG down to `rows` rows (default: all), without text and other chunks that do not change pixels' values.
 
-    ValueError if its compressed pixels are damaged or end early: Pillow would leave missing rows black.
+    ValueError or zlib.error if its pixels end early or are damaged: Pillow would leave missing rows black.
     """
     width, height, depth, colour_type, _, _, interlaced = _HEADER.unpack(data[16:29])
     height = rows or height
@@ -77,11 +77,8 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
     grids = [(len(range(y, height, dy)), len(range(x, width, dx))) for x, y, dx, dy in _GRIDS[interlaced]]
     size = sum(down * (1 + (across * bits + 7) // 8) for down, across in grids if across)  # a row begins with a filter
     chunks = [chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper()]
-    try:
-        compressed = b"".join(chunk[8:-4] for chunk in chunks if chunk[4:8] == _PIXELS)
-        pixels = zlib.decompressobj().decompress(compressed, size)
-    except zlib.error as error:
-        raise ValueError(f"its pixels are damaged: {error}") from error
+    compressed = b"".join(chunk[8:-4] for chunk in chunks if chunk[4:8] == _PIXELS)
+    pixels = zlib.decompressobj().decompress(compressed, size)
     if len(pixels) < size:
         raise ValueError("its pixels end early")
     header = b"IHDR" + data[16:20] + height.to_bytes(4, "big") + data[24:29]

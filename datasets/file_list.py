@@ -115,10 +115,10 @@ def list_files(
     Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
     folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
     `rare_suffixes`: of files that count only where no other file has their name; earlier ones come first.
-    ValueError if two files have the same name, or a folder has one of the suffixes.
+    ValueError if two files have the same name.
     """
     paths: dict[str, Path] = {}
-    for name, entry in _with_suffixes(files_in(folder, deep, suffixes), suffixes, rare_suffixes):
+    for name, entry in _with_suffixes(files_in(folder, deep), suffixes, rare_suffixes):
         path = Path(entry.path)
         first_path = paths.setdefault(name, path)
         if first_path != path:
@@ -128,30 +128,25 @@ def list_files(
     return dict(sorted(paths.items()))
 
 
-def files_in(
-    folder: Path, deep: bool = True, suffixes: Sequence[str] = (), above: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, os.DirEntry]]:
+def files_in(folder: Path, deep: bool = True, above: frozenset[str] = frozenset()) -> Iterator[tuple[str, os.DirEntry]]:
     """Each file of a folder that is not hidden, also behind links, and its `composed` path below the folder.
 
-    ValueError if a folder has one of `suffixes`. `above`: the folders above, where a circle of links ends.
+    `above`: the folders above, where a circle of links ends.
     """
     if deep:
         real_path = os.path.realpath(folder)
         if real_path in above:
             return
         above |= {real_path}
-    ends = tuple(map(str.lower, suffixes))
     with os.scandir(folder) as entries:
         for entry in entries:
             if is_hidden(entry.name):
                 continue
             is_folder = os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()  # a link may lead to itself
-            if entry.name.lower().endswith(ends) and is_folder:
-                raise ValueError(f"{readable(folder / entry.name)} is a folder with an image's name: rename it")
             if not is_folder:
                 yield composed(entry.name), entry
             elif deep:
-                inside = files_in(folder / entry.name, deep, suffixes, above)
+                inside = files_in(folder / entry.name, deep, above)
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
 
 
@@ -193,7 +188,7 @@ def list_classes(
     left_out = list[str]()
     states_by_class = list[list[tuple[str, tuple[int, int]]]]()
     for name in classes:
-        entries = [*files_in(folder / name, suffixes=suffixes)]
+        entries = [*files_in(folder / name)]
         images = {entry.path: entry for _, entry in _with_suffixes(entries, suffixes, rare_suffixes)}
         left_out += (entry.path for _, entry in entries if entry.path not in images)
         states_by_class.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))

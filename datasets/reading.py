@@ -1,6 +1,7 @@
 """Decodes RGB images and labels, with the checks that decoders leave out. Every error names the file and its fault."""
 
 import sys
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -251,14 +252,19 @@ def _is_misread(image: Image.Image, tags: Tags) -> bool:
     """
     is_uncompressed = tags.get(COMPRESSION, 1) == 1
     interpretation = tags.get(INTERPRETATION, 0)
-    areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in getattr(image, "tile", ()))
     return (
         {*tags.get(KIND, (1,))} != {1}
         or (tags.get(PLANES) == 2 and tags.get(CHANNELS, 1) > 1)
         or (is_uncompressed and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
-        or (BITS in tags and sum(areas) < image.width * image.height)
+        or (BITS in tags and has_missing_parts(image))
     )
+
+
+def has_missing_parts(image: Any) -> bool:
+    """Whether strips or tiles of a TIFF that Pillow has opened do not cover its pixels."""
+    areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in getattr(image, "tile", ()))
+    return sum(areas) < image.width * image.height
 
 
 def _decode_exact(file: Stored) -> np.ndarray:
@@ -282,7 +288,7 @@ def decode_window(file: Stored, window: Window, *colour_types: int) -> np.ndarra
     if file.png_kind is not None and file.png_kind[1] != formats.PALETTE:
         if rows.stop > _NEARLY_ALL * formats.png_size(file.data)[1]:
             return None
-    with suppress(OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # damaged: see the whole
+    with suppress(OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError):  # damaged: see the whole
         if file.format == "PNG":
             down_to = formats.png_down_to(file.data, rows.stop, colour_types)
         else:

@@ -166,7 +166,7 @@ class SegmentationDataset(Dataset):
             image, label = (Undecoded(array.shape[:2], array.__getitem__) for array in arrays)
             return image, label
         with restorable():
-            stored = read(self.path(index), self.turned, self.channels)
+            stored = read(self.path(index), self.turned)
             stored_label = self._stored_label(index)
             image = _undecoded(stored, partial(self._decode_image, stored), self.turned, self.channels)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))

@@ -43,13 +43,13 @@ class ArrayHeader(NamedTuple):
 class Stored:
     """A file that has been read, and what it is.
 
-    `path`: for messages. `data`: its bytes (PNG and JPEG: checked to be complete). `unread_array`: an array of which
-    `data` is only the beginning.
+    `path`: for messages. `data`: its bytes (PNG and JPEG: checked to be complete). `array_path`: the path of an array,
+    of which `data` is only the beginning.
     """
 
     path: Path
     data: bytes
-    unread_array: Path | None = None
+    array_path: Path | None = None
 
     @cached_property
     def format(self) -> str:
@@ -61,7 +61,7 @@ class Stored:
             return "JPEG"
         if start[:4] in TiffImagePlugin.PREFIXES:
             return "TIFF"
-        return "array" if start == _ARRAY_MARK else ""
+        return "array" if self.array_path is not None else ""
 
     @property
     def is_png_or_jpeg(self) -> bool:
@@ -114,7 +114,7 @@ class Stored:
     @cached_property
     def array_header(self) -> ArrayHeader:
         """The header of an array. ValueError: the file holds no image, or ends early."""
-        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.open_stream() as stream:
+        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.open_array() as stream:
             version = np.lib.format.read_magic(stream)
             read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, by_columns, dtype = read_header[version](stream)
@@ -129,9 +129,10 @@ class Stored:
             raise ValueError(f"{self.path}: is an array {shape} of {dtype}; expected {EXPECTED_ARRAY}.")
         return ArrayHeader((height, width, channels), dtype, by_columns, start)
 
-    def open_stream(self) -> BinaryIO:
+    def open_array(self) -> BinaryIO:
         """The stream of an array's bytes, at its beginning."""
-        return BytesIO(self.data) if self.unread_array is None else open(self.unread_array, "rb")
+        assert self.array_path is not None, self.path
+        return open(self.array_path, "rb")
 
     @cached_property
     def channels(self) -> int:
@@ -199,16 +200,16 @@ class Stored:
         return (height, width) if turned and self.orientation in SWAPS_SIDES else (width, height)
 
 
-def read(path: Path, photograph: bool = False, channels: int = COLOURS) -> Stored:
+def read(path: Path, photograph: bool = False) -> Stored:
     """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG.
 
     Also unless it is a regular file of at most 4 GiB: a pipe would be waited for, and a device may never end.
-    Of arrays of other than three `channels` only what is used is read, when it is.
+    Of arrays only what is used is read, when it is.
     """
     why = why_unfit(path)
     if why is not None:
         raise Unreadable(f"{readable(path)}: {why}.")
-    if channels != COLOURS and path.suffix.lower() == ARRAY_SUFFIX:
+    if path.suffix.lower() == ARRAY_SUFFIX:
         return _unread_array(path)
     try:
         data = path.read_bytes()
@@ -227,7 +228,7 @@ def _unread_array(path: Path) -> Stored:
             raise ValueError(f"it begins with {mark!r}, as no array of NumPy")
     except (OSError, ValueError) as error:
         raise Unreadable(f"{readable(path)}: cannot be read ({error}); expected {EXPECTED_ARRAY}.") from None
-    return Stored(Path(readable(path)), mark, unread_array=path)
+    return Stored(Path(readable(path)), mark, array_path=path)
 
 
 def complete_file(path: Path, data: bytes, photograph: bool = False) -> Stored:

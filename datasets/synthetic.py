@@ -62,10 +62,7 @@ def synthetic(
 
 def _check_settings(folder: Path, settings: dict) -> None:
     """ValueError unless the pictures in a folder were written with these settings."""
-    try:
-        written_settings = json.loads((folder / _MARKER).read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / _MARKER} is damaged ({error}): delete {folder}, which is written again") from error
+    written_settings = json.loads((folder / _MARKER).read_text())
     if written_settings != settings:
         raise ValueError(
             f"{folder} holds synthetic streets written with {written_settings}, expected {settings}. "

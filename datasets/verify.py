@@ -307,7 +307,7 @@ def _look_at(dataset: Split, decode: bool, index: int) -> _Seen:
         return seen
     file = None
     with seen.noting_problems(_UNREADABLE), restorable():
-        file = read(seen.path, dataset.turned, dataset.channels)
+        file = read(seen.path, dataset.turned)
         _note_image(dataset, decode, index, file, seen)
     if isinstance(dataset, SegmentationDataset):
         with seen.noting_problems("unreadable label"):

@@ -457,7 +457,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
     levels_use = None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
-            stored = read(image, True, channels)
+            stored = read(image, True)
             image_size = of_channels.size(stored, True, channels)
             if image_size != size:
                 other_size = f"{readable(path)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"

@@ -143,7 +143,7 @@ class Findings:
     def decode(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray | None:
         """Decode an image. None, which is noted: it cannot be read, or its header says that it is too large."""
         try:
-            stored = read(file, True, network.channels)
+            stored = read(file, True)
             if stored.is_png_or_jpeg:
                 stored.size()
             image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)

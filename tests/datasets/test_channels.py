@@ -77,7 +77,7 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
         read = partial(decode, path, turned=True, range16=range16, channels=channels)
         assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
         assert read(WINDOW).flags.c_contiguous
-    file = read_file(path, True, channels)
+    file = read_file(path, True)
     assert size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
     assert (use_of(file, True, channels) is None) == (dtype == np.uint8)
 
@@ -131,7 +131,7 @@ def test_orientations_turn_all_channels(turn, suffix, tmp_path):
     image = decode(tmp_path / f"x{suffix}", turned=True, channels=4)
     assert np.array_equal(image[..., :3], decode_image(tmp_path / f"x{suffix}", turned=True))
     assert image.shape[:2] == (SIZE if turn < 5 else SIZE[::-1])
-    assert size(read_file(tmp_path / f"x{suffix}", True, 4), True, 4) == image.shape[1::-1]
+    assert size(read_file(tmp_path / f"x{suffix}", True), True, 4) == image.shape[1::-1]
     fourth = Image.fromarray(stored[..., 3])
     fourth.save(tmp_path / f"gray{suffix}", exif=exif)
     assert np.array_equal(image[..., 3], decode_image(tmp_path / f"gray{suffix}", turned=True)[..., 0])
@@ -218,7 +218,7 @@ def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypa
         np.save(path, array)
         assert np.array_equal(decode(path, channels=6), stored >> 8)
         monkeypatch.setattr("datasets.stored.open", Counted, raising=False)
-        file = read_file(path, True, 6)
+        file = read_file(path, True)
         assert size(file, True, 6) == (WIDTH, HEIGHT) and sum(map(len, read)) < 500
         assert np.array_equal(decode(file, WINDOW, channels=6), stored[WINDOW] >> 8)
         assert np.isfortran(array) or len(read[-1]) == 12 * WIDTH * 12
@@ -231,7 +231,7 @@ def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypa
 def test_an_array_that_becomes_shorter_is_refused_by_name(window, seen, tmp_path, monkeypatch):
     """Also if it does so after its size was `seen`: a map of the file would end the process."""
     path = write_channels(tmp_path / "x.npy", values(6))
-    file, length = read_file(path, True, 6), len(path.read_bytes())
+    file, length = read_file(path, True), len(path.read_bytes())
     path.write_bytes(path.read_bytes()[: 128 + 4 * 6 * WIDTH])
 
     class Before(io.FileIO):
@@ -324,11 +324,11 @@ def test_what_three_channels_leave_out_is_said_once(name, channels, expected, tm
 def test_alpha_that_is_the_same_everywhere_is_not_named(tmp_path):
     pixels = values(4)
     pixels[..., 3] = 255
-    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True, 3)) == 0
+    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True)) == 0
     pixels[5, 5, 3] = 254
-    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True, 3)) == 4
+    assert further_channels(read_file(write_channels(tmp_path / "x.png", pixels), True)) == 4
     (tmp_path / "cmyk.tif").write_bytes(tiff(values(4), interpretation=5))
-    assert further_channels(read_file(tmp_path / "cmyk.tif", True, 3)) == 4
+    assert further_channels(read_file(tmp_path / "cmyk.tif", True)) == 4
 
 
 def test_pictures_show_three_channels_or_one(tmp_path):

@@ -106,7 +106,7 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
     values[: round(far * 60), :, 1] = 30_000 + 9 * values[: round(far * 60), :, 2]
     values[:, :20, 0], values[:, -20:, 0] = 0, 65_535
     np.save(tmp_path / "x.npy", values)
-    file = read(tmp_path / "x.npy", True, 3)
+    file = read(tmp_path / "x.npy", True)
     for range16 in ((1000, 3000), (1000, 3000) * 3):
         uses = [use_of(file, True, 3, range16), use_of(file, True, 3, (0, 65_535))]
         doubts = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]
