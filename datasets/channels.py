@@ -1,30 +1,22 @@
-"""Decodes images of any number of channels. Three: `datasets.reading`. Others: each channel as its file stores it.
+"""Decodes images of any number of channels. Three: `datasets.reading`. Others: each channel as its file stores it."""
 
-An interleaved TIFF is decoded as a gray TIFF with more columns, which Pillow reads whatever the number of channels.
-"""
-
-import struct
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps
 
 from datasets import file_formats as formats
 from datasets import reading
-from datasets.file_formats import BITS, COMPRESSION, HEIGHT, INTERPRETATION, KIND, PLANES, WIDTH, Tags, channels_of
+from datasets.file_formats import BITS, COMPRESSION, HEIGHT, INTERPRETATION, KIND, PLANES, PREDICTOR, WIDTH, channels_of
 from datasets.reading import ALL_16, EVERYTHING, Range16, Window
 from datasets.stored import COLOURS, EXPECTED_ARRAY, EXPECTED_TIFF, Stored, Unreadable, check_area, decoding, read
 
-_FILL_ORDER, _ORIENTATION, _PREDICTOR, _TILE_WIDTH = 266, 274, 317, 322  # tags of TIFF files
-_PLACES = 273, 278, 279, 323, 324, 325  # tags of where strips or tiles lie, and of their heights
-_TILE_STARTS = 324
+_FILL_ORDER, _ORIENTATION = 266, 274  # tags of TIFF files
 _LOSSLESS = {1, 5, 8, 32_773, 32_946, 34_925, 50_000}  # none, LZW, deflate, PackBits, deflate, LZMA, Zstandard
-_WHITE_IS_0, _AS_STORED = 0, (0, 1, 2, 5)  # interpretations: gray, gray, RGB, CMYK
+_AS_STORED = 0, 1, 2, 5  # interpretations: gray, gray, RGB, CMYK
 
 
 def decode(
@@ -178,7 +170,7 @@ def _decode_tiff(file: Stored) -> np.ndarray:
         or (tags.get(PLANES, 1) == 2 and channels_of(tags) > 1)
         or {*tags.get(KIND, (1,))} != {1}
         or tags.get(_FILL_ORDER, 1) != 1
-        or tags.get(_PREDICTOR, 1) not in (1, 2)
+        or tags.get(PREDICTOR, 1) not in (1, 2)
         for tags in file.tiff_pages
     )
     if any(is_foreign) or bits not in ({8}, {16}):
@@ -186,42 +178,5 @@ def _decode_tiff(file: Stored) -> np.ndarray:
         raise ValueError(f"{file.path}: {problem}; expected {EXPECTED_TIFF}: convert it.")
     with decoding(file.path, f"an image; expected {EXPECTED_TIFF}"):
         check_area(first_page[WIDTH], first_page[HEIGHT])
-        pixels = np.concatenate([_decode_page(file.data, tags) for tags in file.tiff_pages], axis=2)
+        pixels = np.concatenate([reading.decode_page(file.data, tags) for tags in file.tiff_pages], axis=2)
     return reading.upright(pixels, first_page.get(_ORIENTATION, 1))
-
-
-def _decode_page(data: bytes, tags: Tags) -> np.ndarray:
-    """An interleaved page, uint8 or uint16 (H, W, its channels). Raises whatever Pillow does for damaged files."""
-    formats.check_pixels(tags, len(data))
-    image: Any = TiffImagePlugin.TiffImageFile(BytesIO(_as_gray(data, tags)))
-    with image:  # without Pillow's limit, as it counts columns
-        if reading.has_missing_parts(image):
-            raise ValueError("a strip or tile is missing")
-        values = np.array(image).astype(f"u{tags[BITS][0] // 8}")
-    pixels = values.reshape(tags[HEIGHT], tags[WIDTH], channels_of(tags))
-    if tags.get(_PREDICTOR, 1) == 2 and tags.get(COMPRESSION, 1) != 1:  # each pixel less the one before it
-        step = tags.get(_TILE_WIDTH, tags[WIDTH])
-        for left, right in pairwise([*range(0, tags[WIDTH], step), tags[WIDTH]]):
-            part = pixels[:, left:right]
-            np.add.accumulate(part, axis=1, dtype=pixels.dtype, out=part)
-    return ~pixels if tags.get(INTERPRETATION) == _WHITE_IS_0 else pixels
-
-
-def _as_gray(data: bytes, tags: Tags) -> bytes:
-    """A TIFF whose one page is gray, and has a column for each channel of each column of a page."""
-    byte_order = data[:2]
-    directory = TiffImagePlugin.ImageFileDirectory_v2(prefix=byte_order)
-    for tag in (HEIGHT, COMPRESSION, *_PLACES):
-        if tag in tags:
-            directory[tag] = tags[tag]
-    for tag in (WIDTH, _TILE_WIDTH):
-        if tag in tags:
-            directory[tag] = channels_of(tags) * tags[tag]
-    directory[BITS] = tags[BITS][0]
-    directory[INTERPRETATION] = 1
-    head = byte_order + struct.pack("<HL" if byte_order == b"II" else ">HL", 42, 8)
-    # The directory comes first: it cannot be read as missing pixels. Pillow shifts the strips by its length, not tiles.
-    if _TILE_STARTS in tags:
-        shift = len(head) + len(directory.tobytes(len(head)))
-        directory[_TILE_STARTS] = tuple(place + shift for place in tags[_TILE_STARTS])
-    return head + directory.tobytes(len(head)) + data

@@ -45,7 +45,7 @@ class ClassificationDataset(Dataset):
     range16: Range16 = ALL_16
     remarks: tuple[str, ...] = ()
     digests: np.ndarray | None = field(default=None, init=False)  # of the image files, set by `verify`
-    sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # none: they do not matter
+    sizes: Sequence[tuple[int, int, int]] = field(default=(), init=False)  # width, height, number of images; as well
 
     def __post_init__(self) -> None:
         assert (self.pixels is None) == (self.names is None)

@@ -20,6 +20,7 @@ PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # k
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 2: RGB; 3: palette; 5: CMYK; 6: YCbCr. A
 # subfile of 1 is a reduced copy, of 4 a mask.
 WIDTH, HEIGHT, BITS, COMPRESSION, INTERPRETATION, CHANNELS, PLANES = 256, 257, 258, 259, 262, 277, 284
+PREDICTOR, TILE_WIDTH, TILE_STARTS = 317, 322, 324
 KIND, _SUBFILE = 339, 254
 _STRIPS_AND_TILES = (273, 279), (324, 325)  # where they begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing

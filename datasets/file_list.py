@@ -6,10 +6,8 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -107,20 +105,21 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names, key=composed))
 
 
-def list_files(
-    folder: Path, suffixes: Sequence[str], deep: bool = False, rare_suffixes: Sequence[str] = ()
-) -> dict[str, Path]:
+def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
     """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
     Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
     folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
-    `rare_suffixes`: of files that count only where no other file has their name; earlier ones come first.
     ValueError if two files have the same name.
     """
+    ends = tuple(map(str.lower, suffixes))
     paths: dict[str, Path] = {}
-    for name, entry in _with_suffixes(files_in(folder, deep), suffixes, rare_suffixes):
+    for file_name, entry in files_in(folder, deep):
+        end = next(filter(file_name.lower().endswith, ends), None)
+        if end is None:
+            continue
         path = Path(entry.path)
-        first_path = paths.setdefault(name, path)
+        first_path = paths.setdefault(file_name[: -len(end)], path)
         if first_path != path:
             # `ascii` shows how accents differ.
             first, second = (ascii(str(file.relative_to(folder))) for file in (first_path, path))
@@ -150,48 +149,26 @@ def files_in(folder: Path, deep: bool = True, above: frozenset[str] = frozenset(
                 yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
 
 
-def _with_suffixes(
-    entries: Iterable[tuple[str, os.DirEntry]], suffixes: Sequence[str], rare_suffixes: Sequence[str]
-) -> Iterator[tuple[str, os.DirEntry]]:
-    """The entries that end in one of `suffixes`, by their names without it; then those with a rare one, if new.
-
-    Of several rare ones with one name, the earliest suffix wins.
-    """
-    stems = set[str]()
-    candidates = list[tuple[str, os.DirEntry]]()
-    ends = tuple(map(str.lower, suffixes))
-    for name, entry in entries:
-        end = next(filter(name.lower().endswith, ends), None)
-        if end is None:
-            candidates.append((name, entry))
-            continue
-        stem = name[: -len(end)]
-        stems.add(stem)
-        yield stem, entry
-    for end, (name, entry) in product(rare_suffixes, sorted(candidates, key=itemgetter(0))):
-        stem = name[: -len(end)]
-        if name.lower().endswith(end) and stem not in stems:
-            stems.add(stem)
-            yield stem, entry
-
-
 def list_classes(
-    folder: Path, classes: Sequence[str], suffixes: tuple[str, ...], rare_suffixes: Sequence[str] = ()
+    folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]
 ) -> tuple[FileList, np.ndarray, list[str]]:
     """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
 
     Files in folders inside CLASS count, too, as in torchvision's ImageFolder. Only names that end with one of
-    `suffixes`, in lower or upper case, count, and `rare_suffixes`, see `list_files`; hidden files do not. Also returns
-    the paths of the other files. ImageNet's 1.3 million files take about ten seconds on a local disk.
+    `suffixes`, in lower or upper case, count; hidden files do not. Also returns the paths of the other files.
+    ImageNet's 1.3 million files take about ten seconds on a local disk.
     """
     start = len(os.path.join(folder, ""))
     left_out = list[str]()
     states_by_class = list[list[tuple[str, tuple[int, int]]]]()
     for name in classes:
-        entries = [*files_in(folder / name)]
-        images = {entry.path: entry for _, entry in _with_suffixes(entries, suffixes, rare_suffixes)}
-        left_out += (entry.path for _, entry in entries if entry.path not in images)
-        states_by_class.append(sorted((path[start:], _size_and_time(entry)) for path, entry in images.items()))
+        states = []
+        for _, entry in files_in(folder / name):
+            if entry.name.lower().endswith(suffixes):
+                states.append((entry.path[start:], _size_and_time(entry)))
+            else:
+                left_out.append(entry.path)
+        states_by_class.append(sorted(states))
     files = _file_list(folder, [state for states in states_by_class for state in states])
     return files, np.repeat(np.arange(len(classes)), [len(states) for states in states_by_class]), left_out
 

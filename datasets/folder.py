@@ -15,7 +15,7 @@ from datasets.class_list import CLASSES, EXAMPLE, folder_classes
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import class_folders, composed, files_in, is_hidden, list_files, readable
 from datasets.label_names import LabelNames
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, read_list, remarks_on
+from datasets.layout import PHOTOGRAPHS, Layout, read_list, remarks_on
 from datasets.reading import Window, decode_mask, label_palette
 from datasets.row import Row
 from datasets.segmentation import Files, SegmentationDataset
@@ -23,7 +23,6 @@ from datasets.stored import ARRAY_SUFFIX, COLOURS, Stored
 
 WITHHELD = "test"
 IN_FOLD = re.compile(r"fold\d+/")  # how the lists of folds begin
-LAST_SUFFIXES = (*RARE, ARRAY_SUFFIX)  # of images where no other has their name, see `list_files`
 
 # About a label that cannot be used, with its classes.json.
 _LABEL_FIX = (
@@ -83,7 +82,7 @@ def _is_list(file: Path, images: Path) -> bool:
         return True
     with suppress(ValueError):
         names = [line.strip() for line in read_list(file, "the name of an image")[:9]]
-        return any((images / f"{name}{end}").is_file() for name in names for end in ("", *PHOTOGRAPHS, *LAST_SUFFIXES))
+        return any((images / f"{name}{end}").is_file() for name in names for end in ("", *PHOTOGRAPHS, ARRAY_SUFFIX))
     return False
 
 
@@ -113,7 +112,7 @@ def folder(
     `image_folder`: the names of the labels' and the images' folders, which may be the same. `label_suffix`: a label's
     name is its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id
     different colours, "any" does not compare them. `fold`: read `root`/fold`fold`/`split`.txt instead, except for a
-    test. `channels`: of every image; a .npy file of three counts if no image has its name. `shown`: see
+    test. `channels`: of every image; .npy files of three count if there are no other images. `shown`: see
     `SegmentationDataset`. `keys`: prefix of option names in messages. `listed`: the names of images in `root`/images
     for a list that is not written yet; `split` is then empty.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
@@ -145,7 +144,6 @@ def folder(
         remarks=remarks_on(
             [path for name, path in labels.items() if name not in images],
             [entry.path for _, entry in files_in(place.images) if entry.path not in used_paths],
-            [entry.image for entry in files],
             unlisted,
         ),
         channels=channels,
@@ -172,7 +170,8 @@ def _place_of_split(root: Path, split: str, options: LabelNames) -> _Place:
     if not path.is_dir() and not Path(f"{path}.txt").is_file():
         same = [name for name in folder_splits(root, options=options) if composed(name) == composed(split)]
         path = root / same[0] if len(same) == 1 else path
-    images, labels = root / options.image_folder, root / options.folder
+    images = root / options.image_folder
+    labels = root / options.folder
     has_own_folder = (path / options.image_folder).is_dir() or not images.is_dir()
     if path != root and has_own_folder:  # DIR/train/images
         return _Place(path, path, path / options.image_folder, path / options.folder, is_list=False)
@@ -188,14 +187,10 @@ def _images_and_labels(
     if not place.images.is_dir():
         problem = f"folder: the folder {place.images} is missing"
         raise _LAYOUT.error(problem, root, _missing_split_advice(root, options))
-    suffixes = image_suffixes(channels)
-    files = _LAYOUT.files(root, place.images, suffixes, images_of=split, deep=True, rare_suffixes=LAST_SUFFIXES)
-    images = options.images(files)
-    labels = options.labels(place.labels)
-    if labels and not place.is_list:  # a file with a rare suffix and no label may be no image
-        usable = {name: path for name, path in images.items() if name in labels or path.suffix.lower() in suffixes}
-        images = usable or images
-    return images, labels
+    images = options.images(_image_files(place.images, channels))
+    if not images:
+        raise _LAYOUT.no_images(root, place.images, image_suffixes(channels), split, deep=True)
+    return images, options.labels(place.labels)
 
 
 def _pair_labels(
@@ -233,6 +228,11 @@ def _classes_of(root: Path) -> ClassTable:
 def image_suffixes(channels: int) -> tuple[str, ...]:
     """The suffixes of images of a number of channels."""
     return PHOTOGRAPHS if channels == COLOURS else (*PHOTOGRAPHS, ARRAY_SUFFIX)
+
+
+def _image_files(folder: Path, channels: int) -> dict[str, Path]:
+    """{name: path} of the images in a folder. Arrays of three channels count if there is no other image."""
+    return list_files(folder, image_suffixes(channels), deep=True) or list_files(folder, [ARRAY_SUFFIX], deep=True)
 
 
 def palette_fix(keys: str = "") -> str:
@@ -287,9 +287,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
         if not image_folder.is_dir():
             label_files.images.update(dict.fromkeys(labels.values()))
             continue
-        images = options.images(
-            list_files(image_folder, image_suffixes(channels), deep=True, rare_suffixes=LAST_SUFFIXES)
-        )
+        images = options.images(_image_files(image_folder, channels))
         label_files.images.update({path: images[name] for name, path in labels.items() if name in images})
         label_files.unpaired.extend(path for name, path in labels.items() if name not in images)
         unlabelled = [path for name, path in images.items() if name not in labels]

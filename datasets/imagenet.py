@@ -8,7 +8,7 @@ from pathlib import Path
 from datasets.class_names import ORDERS, check_names, sort_by_number
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, is_hidden, list_classes, readable
-from datasets.layout import PHOTOGRAPHS, RARE, Layout, first_of, remarks_on
+from datasets.layout import PHOTOGRAPHS, Layout, first_of, remarks_on
 from datasets.row import Images, Row
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -82,7 +82,7 @@ def _open_class_folders(
         alike = [name for name in class_folders(root) if name.lower().startswith(split) and name not in layout.splits]
         fix = f"rename {root / alike[0]} to {split}" if alike else None
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root, fix)
-    suffixes, rare_suffixes = (_SUFFIXES, ()) if layout is _LAYOUT else (PHOTOGRAPHS, RARE)
+    suffixes = _SUFFIXES if layout is _LAYOUT else PHOTOGRAPHS
     classes = class_folders(folder)
     if class_order == "numbers":
         places = {name: place for place, name in enumerate(sort_by_number(map(composed, classes)))}
@@ -93,13 +93,11 @@ def _open_class_folders(
     names = tuple(map(composed, classes))
     check_names(enumerate(names), f"{layout.name}: {folder}: ")
     _check_classes(layout, root, split, names)
-    files, labels, left_out = list_classes(folder, classes, suffixes, rare_suffixes)
+    files, labels, left_out = list_classes(folder, classes, suffixes)
     if not len(files):
         looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    left_out += (str(folder / name) for name in outside if name.lower().endswith(rare_suffixes))
-    remarks = remarks_on((), left_out, map(files.name, range(len(files))) if rare_suffixes else ())
-    return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks)
+    return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks_on((), left_out))
 
 
 def _check_outside(layout: Layout, root: Path, folder: Path, images: Sequence[str], classes: Sequence[str]) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 from datasets.file_list import files_in, list_files, readable, why_unfit
 from datasets.segmentation import Files
 
-# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image. Files
-# with a `RARE` one count where no other has their name.
-PHOTOGRAPHS = tuple(".png .jpg .jpeg .bmp .jfif .tif .tiff .webp .avif .gif .heic .heif".split())
-RARE = tuple(".jpe .mpo .apng .ppm .pgm .pbm .pnm .jp2 .j2k .jpf .jpx .jpc .j2c .tga .vda .icb .vst .qoi".split())
+# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
+PHOTOGRAPHS = tuple(
+    ".png .jpg .jpeg .bmp .jfif .tif .tiff .webp .avif .gif .heic .heif .jpe .mpo .apng .ppm .pgm .pbm .pnm .jp2 .j2k "
+    ".jpf .jpx .jpc .j2c .tga .vda .icb .vst .qoi".split()
+)
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,26 @@ class Layout:
         suffixes: Sequence[str],
         images_of: str | None = None,
         deep: bool = False,
-        rare_suffixes: Sequence[str] = (),
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`. ValueError if it is missing.
 
-        `images_of`: the split whose images they are, if there must be some. `deep`, `rare_suffixes`: see `list_files`.
+        `images_of`: the split whose images they are, if there must be some. `deep`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
-        paths = list_files(folder, suffixes, deep, rare_suffixes)
+        paths = list_files(folder, suffixes, deep)
         if images_of is not None and not paths:
-            ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
-            looked_for = f"{folder}/**/*{ends}" if deep else f"{folder}/*{ends}"
-            kinds = Counter(os.path.splitext(name)[1] for name, _ in files_in(folder)).most_common(3)
-            looked_for += f"; there are {' and '.join(f'{n} {kind}' for kind, n in kinds)}" if kinds else ""
-            fix = None if kinds else f"put images into {folder}, or give another split"
-            raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root, fix)
+            raise self.no_images(root, folder, suffixes, images_of, deep)
         return paths
+
+    def no_images(self, root: Path, folder: Path, suffixes: Sequence[str], split: str, deep: bool) -> ValueError:
+        """An error that says which images of a split were looked for in a folder, and what is there."""
+        ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
+        looked_for = f"{folder}/**/*{ends}" if deep else f"{folder}/*{ends}"
+        kinds = Counter(os.path.splitext(name)[1] for name, _ in files_in(folder)).most_common(3)
+        looked_for += f"; there are {' and '.join(f'{n} {kind}' for kind, n in kinds)}" if kinds else ""
+        fix = None if kinds else f"put images into {folder}, or give another split"
+        return self.error(f"{self.name}: no images in split {split!r}, looked for {looked_for}", root, fix)
 
     def check_list(
         self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, fix: str | None = None
@@ -172,25 +176,18 @@ def in_other_capitals(missing: Iterable[str], candidates: Iterable[str]) -> list
 
 
 def remarks_on(
-    unpaired_labels: Sequence[Path] = (),
-    left_out: Sequence[str | Path] = (),
-    images: Iterable[str | Path] = (),
-    unlisted: Sequence[str] = (),
+    unpaired_labels: Sequence[Path] = (), other_files: Sequence[str] = (), unlisted: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Sentences on labels without an image, on other files that are left out, and on `images` with a RARE suffix.
+    """Sentences on labels without an image, and on other files that are left out.
 
     `unlisted`: the names of images that have labels, and are on no list.
     """
-    rare = [path for path in map(str, images) if path.lower().endswith(RARE)]
-    kinds: list[tuple[str, str, Sequence[str | Path]]] = [
-        ("left out", "labels without an image", unpaired_labels),
-        ("left out", "files that are not read as images", left_out),
-        ("read", "images with rare suffixes", rare),
+    kinds: list[tuple[str, Sequence[str | Path]]] = [
+        ("labels without an image", unpaired_labels),
+        ("files that are not read as images", other_files),
     ]
     remarks = [
-        f"{verb} {len(paths)} {kind}, such as {first_of([min(map(str, paths))])}"
-        for verb, kind, paths in kinds
-        if paths
+        f"left out {len(paths)} {kind}, such as {first_of([min(map(str, paths))])}" for kind, paths in kinds if paths
     ]
     return (*remarks, *about_unlisted(unlisted))
 

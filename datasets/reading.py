@@ -1,11 +1,12 @@
 """Decodes RGB images and labels, with the checks that decoders leave out. Every error names the file and its fault."""
 
-import sys
+import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
-from datasets.file_formats import BITS, CHANNELS, COMPRESSION, INTERPRETATION, KIND, PILLOW_FORMATS, PLANES, Tags
 from datasets.stored import COLOURS, SWAPS_SIDES, Stored, Unreadable, decoding, read
 
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
 _EXTRA_CHANNELS = 338  # a tag of TIFF files
+_PLACES = 273, 278, 279, 323, formats.TILE_STARTS, 325  # tags of where strips or tiles lie, and of their heights
 # Kinds of PNGs: depth, colour type. Decoders stretch gray of 2 and 4 bits.
 _LABELS = {(8, formats.GRAY), *((depth, formats.PALETTE) for depth in (1, 2, 4, 8))}
 _MASKS = {(1, formats.GRAY), (16, formats.GRAY), (8, formats.GRAY_ALPHA), (8, formats.COLOUR_ALPHA)}
@@ -174,12 +175,12 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
         raise Unreadable(f"{file.path}: is neither PNG nor TIFF (starts with {file.data[:4]!r}); expected one of them.")
     expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
     with decoding(file.path, expected), Image.open(BytesIO(file.data), formats=["TIFF"]) as image:
-        tags: Tags = getattr(image, "tag_v2", {})
+        tags: formats.Tags = getattr(image, "tag_v2", {})
         formats.check_pixels(tags, len(file.data))
         value_type = formats.tiff_type(tags)
         if value_type in ("uint1", "uint8", "uint16"):
             is_exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
-            is_inverted = tags.get(INTERPRETATION) == 0
+            is_inverted = tags.get(formats.INTERPRETATION) == 0
             is_turned = file.orientation != 1
             if not is_exact or is_turned or is_inverted or _is_misread(image, tags) or file.page_count > 1:
                 raise UnidentifiedImageError("another kind of TIFF")
@@ -201,63 +202,55 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
     """`decode_values` of a file that is neither PNG nor JPEG, as viewers show it."""
     is_tiff = file.format == "TIFF"
-    expected = _TIFF if is_tiff else f"{', '.join(PILLOW_FORMATS)}, with 8 or 16 bits per channel"
+    expected = _TIFF if is_tiff else f"{', '.join(formats.PILLOW_FORMATS)}, with 8 or 16 bits per channel"
     with decoding(file.path, f"an image; expected {expected}", converts=is_tiff):
         with _open_image(file.data) as opened:
-            tags: Tags = getattr(opened, "tag_v2", {})  # of a TIFF
+            tags: formats.Tags = getattr(opened, "tag_v2", {})  # of a TIFF
             formats.check_pixels(tags, len(file.data))
             if file.data.startswith(b"MM\0+") or _is_misread(opened, tags):
                 raise UnidentifiedImageError("another kind of TIFF")
             image = ImageOps.exif_transpose(opened)
-            bits = tags.get(BITS, (16 if "I" in opened.mode else 8,))[0]
+            bits = tags.get(formats.BITS, (16 if "I" in opened.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
             values = np.asarray(image).astype(np.uint16) << (16 - bits)
-            if tags.get(INTERPRETATION) == 0:
+            if tags.get(formats.INTERPRETATION) == 0:
                 values = 65_535 - values
             gray = values if is_deep and bits == 16 else (values >> 8).astype(np.uint8)
             return np.repeat(gray[..., None], COLOURS, axis=2)
         if image.mode in ("I", "F"):
             raise UnidentifiedImageError("the black and white of 32 bits are unknown")
-        pixels = np.array(image.convert("RGB"))
-        if is_deep and bits == 16 and image.mode in ("RGB", "RGBA"):
-            with _open_image(file.data, is_lower=True) as opened:
-                lower_bits = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
-            return pixels.astype(np.uint16) << 8 | lower_bits
-        return pixels
+        if is_deep and bits == 16 and image.mode in ("RGB", "RGBA"):  # of which Pillow reads the upper eight bits
+            return upright(decode_page(file.data, tags)[..., :COLOURS], file.orientation)
+        return np.array(image.convert("RGB"))
 
 
-def _open_image(data: bytes, is_lower: bool = False) -> Image.Image:
+def _open_image(data: bytes) -> Image.Image:
     """An image whose colours Pillow reads as they are stored.
 
-    It would divide a TIFF's colours by alpha if its tags say that they were multiplied by it. Of 16-bit colours it
-    reads the upper eight bits, and with `is_lower` the lower ones, as if their bytes were in the other order.
+    It would divide a TIFF's colours by alpha if its tags say that they were multiplied by it.
     """
-    image = Image.open(BytesIO(data), formats=PILLOW_FORMATS)
+    image = Image.open(BytesIO(data), formats=formats.PILLOW_FORMATS)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        native, foreign = ("L", "B") if sys.byteorder == "little" else ("B", "L")
         for place, tile in enumerate(image.tile):
             arguments: Any = tile.args
-            raw_mode = arguments[0].replace("RGBa", "RGBA")
-            if is_lower:  # the last letter is the order; it may also be N: native
-                raw_mode = f"{raw_mode[:-1]}{native if raw_mode[-1] == foreign else foreign}"
-            image.tile[place] = tile._replace(args=(raw_mode, *arguments[1:]))
+            image.tile[place] = tile._replace(args=(arguments[0].replace("RGBa", "RGBA"), *arguments[1:]))
     return image
 
 
-def _is_misread(image: Image.Image, tags: Tags) -> bool:
+def _is_misread(image: Image.Image, tags: formats.Tags) -> bool:
     """Whether Pillow may misread a TIFF: wrong pixels, only one of several bands, or black where strips are missing.
 
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.
     """
-    is_uncompressed = tags.get(COMPRESSION, 1) == 1
-    interpretation = tags.get(INTERPRETATION, 0)
+    is_uncompressed = tags.get(formats.COMPRESSION, 1) == 1
+    interpretation = tags.get(formats.INTERPRETATION, 0)
     return (
-        {*tags.get(KIND, (1,))} != {1}
-        or (tags.get(PLANES) == 2 and tags.get(CHANNELS, 1) > 1)
+        {*tags.get(formats.KIND, (1,))} != {1}
+        or (tags.get(formats.PLANES) == 2 and tags.get(formats.CHANNELS, 1) > 1)
         or (is_uncompressed and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
-        or (BITS in tags and has_missing_parts(image))
+        or (formats.BITS in tags and has_missing_parts(image))
     )
 
 
@@ -265,6 +258,47 @@ def has_missing_parts(image: Any) -> bool:
     """Whether strips or tiles of a TIFF that Pillow has opened do not cover its pixels."""
     areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in getattr(image, "tile", ()))
     return sum(areas) < image.width * image.height
+
+
+def decode_page(data: bytes, tags: formats.Tags) -> np.ndarray:
+    """An interleaved page of a TIFF, uint8 or uint16 (H, W, its channels). Raises what Pillow does for damaged files.
+
+    It is decoded as a gray TIFF with more columns, which Pillow reads whatever the number of channels.
+    """
+    formats.check_pixels(tags, len(data))
+    image: Any = TiffImagePlugin.TiffImageFile(BytesIO(_as_gray(data, tags)))
+    with image:  # without Pillow's limit, as it counts columns
+        if has_missing_parts(image):
+            raise ValueError("a strip or tile is missing")
+        values = np.array(image).astype(f"u{tags[formats.BITS][0] // 8}")
+    pixels = values.reshape(tags[formats.HEIGHT], tags[formats.WIDTH], formats.channels_of(tags))
+    holds_differences = tags.get(formats.PREDICTOR, 1) == 2 and tags.get(formats.COMPRESSION, 1) != 1
+    if holds_differences:  # each pixel less the one before it
+        step = tags.get(formats.TILE_WIDTH, tags[formats.WIDTH])
+        for left, right in pairwise([*range(0, tags[formats.WIDTH], step), tags[formats.WIDTH]]):
+            part = pixels[:, left:right]
+            np.add.accumulate(part, axis=1, dtype=pixels.dtype, out=part)
+    return ~pixels if tags.get(formats.INTERPRETATION) == 0 else pixels
+
+
+def _as_gray(data: bytes, tags: formats.Tags) -> bytes:
+    """A TIFF whose one page is gray, and has a column for each channel of each column of a page."""
+    byte_order = data[:2]
+    directory = TiffImagePlugin.ImageFileDirectory_v2(prefix=byte_order)
+    for tag in (formats.HEIGHT, formats.COMPRESSION, *_PLACES):
+        if tag in tags:
+            directory[tag] = tags[tag]
+    for tag in (formats.WIDTH, formats.TILE_WIDTH):
+        if tag in tags:
+            directory[tag] = formats.channels_of(tags) * tags[tag]
+    directory[formats.BITS] = tags[formats.BITS][0]
+    directory[formats.INTERPRETATION] = 1
+    head = byte_order + struct.pack("<HL" if byte_order == b"II" else ">HL", 42, 8)
+    # The directory comes first: it cannot be read as missing pixels. Pillow shifts the strips by its length, not tiles.
+    if formats.TILE_STARTS in tags:
+        shift = len(head) + len(directory.tobytes(len(head)))
+        directory[formats.TILE_STARTS] = tuple(place + shift for place in tags[formats.TILE_STARTS])
+    return head + directory.tobytes(len(head)) + data
 
 
 def _decode_exact(file: Stored) -> np.ndarray:

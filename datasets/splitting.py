@@ -30,7 +30,8 @@ def sources_of(
     sources than `parts`.
     """
     folder = labels.folder
-    _check_lists(root, folder, lists, add)
+    if not add:
+        _check_lists(root, folder, lists)
     images = listable_images(root, labels)
     unlabelled = {*labels.unlabelled}
     withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
@@ -51,15 +52,14 @@ def sources_of(
     return sources
 
 
-def _check_lists(root: Path, folder: Path, lists: Iterable[str], add: bool) -> None:
-    """ValueError, see `sources_of`. `folder`: of the images."""
-    splits = [] if add else split_folders(folder)
+def _check_lists(root: Path, folder: Path, lists: Iterable[str]) -> None:
+    """ValueError if a list, or a split of its name, is there. `folder`: of the images."""
+    splits = split_folders(folder)
     if splits:
         raise ValueError(f"{folder} holds the splits {', '.join(splits)} as folders: train on these, without lists")
     for name in lists:
         file = f"{root / name}.txt"
-        exists = os.path.lexists(file)
-        if exists and not add:
+        if os.path.lexists(file):
             advice = "move it elsewhere, or add=true adds new images to the lists"
             raise ValueError(f"{file} is there already, and no list is replaced: {advice}")
         if (root / name / folder.name).is_dir():

@@ -27,10 +27,10 @@ from datasets.segmentation import SegmentationDataset, restorable
 from datasets.stored import COLOURS, Stored, read
 from datasets.workers import Progress, map_in_order
 
-_CHECKS = 11  # increment when the checks change: all data is then checked again
+_CHECKS = 12  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 _UNREADABLE = "unreadable image"  # a kind of `Problem`
-_REMEMBERED = ("values", "holding", "conflict", "digests", "used", "sizes", "remarks")  # fields of `Inspection`
+_REMEMBERED = ("values", "holding", "digests", "used", "sizes", "remarks")  # fields of `Inspection`
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -47,17 +47,15 @@ class Inspection:
     """The result of `inspect`.
 
     `problems` are in the order of the files. Over all readable labels, `values` counts the pixels of each raw value,
-    `holding` the labels that hold each train id (in a classification, the images of each class); `conflict`: the first
-    label with another palette, if palettes are compared. `digests`: `digest` of each image file. `used`: the `Use` of
-    each image that was decoded. `sizes`: (width, height, images) for each size of images with labels of pixels.
-    `remarks`: sentences on palettes, and on pages and channels that are not read.
+    `holding` the labels that hold each train id (in a classification, the images of each class). `digests`: `digest` of
+    each image file. `used`: the `Use` of each image that was decoded. `sizes`: (width, height, images) for each size of
+    images. `remarks`: sentences on palettes, and on pages and channels that are not read.
     """
 
     dataset: Split
     problems: tuple[Problem, ...]
     values: list[int]
     holding: list[int]
-    conflict: str | None
     digests: list[int]
     used: Sequence[Sequence] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
@@ -82,8 +80,6 @@ class Inspection:
                 doubts.append(f"no {images} shows {', '.join(absent)}: check the labels and the classes")
         elif self.dataset.has_labels:
             doubts += self.dataset.table.doubts(np.array(self.values), images)
-            if self.conflict and self.dataset.palette_fix is None:
-                doubts.append(self.conflict)
         return [*doubts, *self.remarks, *doubts_of_levels(self.used, self.dataset.range16, split_images, keys)]
 
 
@@ -199,22 +195,22 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
             holding += dataset.table.by_class(seen.pixels) > 0
         if seen.palette is not None:
             palettes.add(*seen.palette)
-    if isinstance(dataset, ClassificationDataset):
-        images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, digests, uses, (), [*notes_as_remarks(notes)])
-    palette_problems, palette_remarks = _compare_palettes(dataset, palettes)
-    problems += palette_problems
-    remarks = [*notes_as_remarks(notes, dataset.channels_key), *palette_remarks]
-    of_labels = values.tolist(), holding.tolist(), palettes.conflict
+    remarks = [*notes_as_remarks(notes, dataset.channels_key)]
+    if isinstance(dataset, SegmentationDataset):
+        palette_problems, palette_remarks = _compare_palettes(dataset, palettes)
+        problems += palette_problems
+        remarks += palette_remarks
+    else:
+        holding = np.bincount(dataset.labels, minlength=len(dataset.classes))
     size_counts = [(*size, images) for size, images in sizes.items()]
-    return Inspection(dataset, tuple(problems), *of_labels, digests, uses, size_counts, remarks)
+    return Inspection(dataset, tuple(problems), values.tolist(), holding.tolist(), digests, uses, size_counts, remarks)
 
 
 def _compare_palettes(dataset: SegmentationDataset, palettes: Palettes) -> tuple[list[Problem], list[str]]:
     """Problems and remarks on the palettes of all labels."""
     remarks = palettes.swap_remarks(dataset.table.label_colours)
     if dataset.palette_fix is None:
-        return [], remarks
+        return [], [*filter(None, [palettes.conflict]), *remarks]
     problems = []
     if palettes.conflict is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))

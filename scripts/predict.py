@@ -29,7 +29,7 @@ from datasets import channels as of_channels
 from datasets.file_list import files_in, why_unfit
 from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
-from datasets.layout import RARE, first_of, read_json
+from datasets.layout import first_of, read_json
 from datasets.levels import Use, doubts_of_levels, use_of
 from datasets.reading import Range16
 from datasets.stored import ARRAY_SUFFIX, COLOURS, read
@@ -294,7 +294,7 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     real = ((Path(file.path), Path(os.path.realpath(file))) for _, file in files_in(source))
     files = sorted(path for path, real_path in real if ours.isdisjoint([real_path, *real_path.parents]))
-    image_files = [path for path in files if path.suffix.lower() in (*image_suffixes(channels), *RARE)]
+    image_files = [path for path in files if path.suffix.lower() in image_suffixes(channels)]
     stems = {path.with_suffix("") for path in image_files}  # a .npy file beside an image of three channels is none
     image_files += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
     images = sorted(path for path in image_files if why_unfit(path) is None)

@@ -334,28 +334,28 @@ def test_images_of_other_formats_are_not_passed_over(root):
     assert len(folder(root, "train").files) == 5
 
 
-def test_what_is_left_out_is_counted_and_what_trained_before_trains(root):
-    """A rare suffix counts where no other file has its name, and with a label."""
+def test_what_is_left_out_is_counted(root):
+    """An array is an image only where there are no others."""
     before, image = folder(root, "train"), next((root / "train/images/b").iterdir())
     assert before.remarks == ()
-    for name in (f"{image.stem}.ppm", "unlabelled.tga", "x.png.part", ".hidden", "Thumbs.db"):
+    for name in (f"{image.stem}.npy", "unlabelled.npy", "x.png.part", ".hidden", "Thumbs.db"):
         (image.parent / name).write_bytes(b"not read")
-    for name in ("new", "z", "without"):
+    for name in ("new", "without"):
         shutil.copy(root / f"train/labels/b/{image.stem}.png", root / f"train/labels/b/{name}.png")
-    (image.parent / "folder.ppm").mkdir()  # which is no error, as before
+    (image.parent / "folder.ppm").mkdir()
     shutil.copy(image, image.parent / "new.jp2")
-    for name in ("z.pgm", "z.ppm"):
-        (image.parent / name).write_bytes(b"")
     after = folder(root, "train")
-    assert {*after.files} > {*before.files} and len(after) == len(before) + 2
+    assert {*after.files} > {*before.files} and len(after) == len(before) + 1
     assert [sentence.partition(", such as ")[0] for sentence in after.remarks] == [
         "left out 1 labels without an image",
-        "left out 4 files that are not read as images",  # beside another of the name, without a label, of other kinds
-        "read 2 images with rare suffixes",
+        "left out 3 files that are not read as images",
     ]
     assert after.remarks[0].endswith("train/labels/b/without.png")
     assert join_splits([after, after]).remarks == after.remarks
-    assert {entry.image.name for entry in after.files} >= {"new.jp2", "z.ppm", image.name}
+    assert {entry.image.name for entry in after.files} >= {"new.jp2", image.name}
+    (image.parent / "new.tga").touch()
+    with pytest.raises(ValueError, match="holds both 'b/new.jp2' and 'b/new.tga'|'b/new.tga' and 'b/new.jp2'"):
+        folder(root, "train")
 
 
 def test_palettes_that_swap_two_classes_and_several_pages_are_doubted(root):
