@@ -63,7 +63,6 @@ class ClassIndex:
 def index_classes(
     dataset: SegmentationDataset,
     folder: str | os.PathLike | None = None,
-    positions: int = POSITIONS,
     workers: int | None = None,
     progress: Progress = None,
     folder_key: str = "folder",
@@ -77,7 +76,7 @@ def index_classes(
             `folder_key`).
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
-    key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
+    key = dataset.fingerprint([_VERSION, POSITIONS, _SEED, len(dataset.classes)])
     parent = folder or require_cache_folder("the class index", f"give {folder_key}=DIR") / "class-index"
     index_folder = Path(os.path.expanduser(parent)) / key
     file = index_folder / "index.npz"
@@ -85,7 +84,7 @@ def index_classes(
     if arrays is None:
         try:
             index_folder.mkdir(parents=True, exist_ok=True)  # before the labels are read
-            arrays = _index_labels(dataset, positions, workers, progress)
+            arrays = _index_labels(dataset, workers, progress)
             write_arrays(file, dict(zip(_ARRAYS, arrays, strict=True)))
         except TimeoutError:  # of a label
             raise
@@ -95,17 +94,15 @@ def index_classes(
                 f"({error}); expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
     counts, places = arrays
-    return ClassIndex(dataset.classes, counts, places, positions, index_folder)
+    return ClassIndex(dataset.classes, counts, places, folder=index_folder)
 
 
-def _index_labels(
-    dataset: SegmentationDataset, positions: int, workers: int | None, progress: Progress
-) -> list[np.ndarray]:
+def _index_labels(dataset: SegmentationDataset, workers: int | None, progress: Progress) -> list[np.ndarray]:
     """`counts` and `places` of a split, see `ClassIndex`. Every image has its own random stream."""
 
     def index_image(image: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng([_SEED, image])
-        return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
+        return index_label(dataset.read_label(image), len(dataset.classes), POSITIONS, rng)
 
     counts, places = zip(*map_images(dataset, index_image, workers, progress), strict=True)
     return [np.stack(counts), np.concatenate(places)]

@@ -88,12 +88,12 @@ def test_an_image_that_changes_after_it_was_indexed_is_named_with_the_index(camv
 
 def test_the_index_of_a_split(camvid_folders, cache, tmp_path):
     dataset, files = camvid(camvid_folders, "train"), sorted(camvid_folders.rglob("*"))
-    index = index_classes(dataset, positions=4, workers=0)
+    index = index_classes(dataset, workers=0)
     assert sorted(camvid_folders.rglob("*")) == files and list(cache.rglob("index.npz"))
     assert index.classes == dataset.classes and len(index) == 6
     assert index.images_with(3).tolist() == [i for i in range(6) if (dataset.read_label(i) == 3).any()]
     state = torch.get_rng_state()
-    assert equal(index, index_classes(dataset, tmp_path / "index", positions=4, workers=2))
+    assert equal(index, index_classes(dataset, tmp_path / "index", workers=2))
     assert torch.equal(torch.get_rng_state(), state)  # the random numbers of a run
 
 
