@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from errno import EACCES, EAGAIN, ENOENT, ENOSPC, ENOSYS, EPERM, EROFS
 from multiprocessing import parent_process, popen_fork, util
 from multiprocessing.connection import Listener
@@ -27,7 +28,8 @@ Progress = Callable[[int, int], None] | None  # called with (done, total) after 
 
 _SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send when the parent ends
-_limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
+# Seconds (0: none) that workers may take, and the message about it.
+_limit: ContextVar[tuple[float, str]] = ContextVar("limit", default=(0, ""))
 _NO_START = "DataLoader workers cannot start: "
 # Errors of a full limit of processes, and of a /dev/shm that is missing or read-only.
 _WHY_NO_START = (EAGAIN, EACCES, ENOENT, ENOSYS, EPERM, EROFS)
@@ -104,7 +106,7 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
         if self.num_workers:
-            self.timeout, timeout_message = _limit
+            self.timeout, timeout_message = _limit.get()
             _allow_open_files(self.num_workers)
         items: Any = None
         try:
@@ -157,14 +159,12 @@ def reading_errors(
         ChildProcessError: a worker was killed, or cannot start.
         MemoryError: a worker could not allocate memory, or the shared memory is too small.
     """
-    global _limit
     workers_key = workers_key or f"{keys}workers"
-    outer_limit = _limit
-    _limit = (
-        timeout_seconds,
+    timeout_message = (
         f"no data came for {keys}timeout_seconds={timeout_seconds} seconds: a disk or network folder hangs, or a "
-        f"process that reads images was stopped; if reading is just slow, raise {keys}timeout_seconds.{advice}",
+        f"process that reads images was stopped; if reading is just slow, raise {keys}timeout_seconds.{advice}"
     )
+    outer_limit = _limit.set((timeout_seconds, timeout_message))
     try:
         yield
     except RuntimeError as error:
@@ -176,7 +176,7 @@ def reading_errors(
             raise
         raise explanation from error
     finally:
-        _limit = outer_limit
+        _limit.reset(outer_limit)
 
 
 def _explanation(message: str, workers_key: str, advice: str) -> Exception | None:
