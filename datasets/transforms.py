@@ -62,13 +62,7 @@ class TrainingTransform:
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
         image_crop, label_crop = scale_and_crop(
-            image,
-            label,
-            scaled_size,
-            offset,
-            self.crop_size,
-            fill=self.fill,
-            antialias=self.antialias,
+            image, label, scaled_size, offset, self.crop_size, fill=self.fill, antialias=self.antialias
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
             _write_back_class(label_crop, label, pixel, class_id, scaled_size, offset)
