@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ class Messages:
         for word in words:
             if TORCHRUN_OPTION.match(word):
                 return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
+        path_word = _word_of_split_path(words)
+        if path_word:
+            return f"{path_word}: quote the space for the shell, as in '{path_word}'"
         our_words = [
             word for word in words if not ("=" in word and HYDRA_KEY.match(word.lstrip("+~").partition("=")[0]))
         ]
@@ -248,6 +252,19 @@ class Messages:
 def _key_in(word: str) -> str:
     """optim.lr of +optim.lr=0.1."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def _word_of_split_path(words: Sequence[str]) -> str | None:
+    """data.root=/my images, if that path exists and the shell has split it at its spaces; else None."""
+    for number, word in enumerate(words):
+        key, _, path = word.partition("=")
+        for next_word in words[number + 1 :]:
+            if not path or "=" in next_word:
+                break
+            path = f"{path} {next_word}"
+            if os.path.exists(path):
+                return f"{key}={path}"
+    return None
 
 
 def _wrong_word(words: Sequence[str], error: Exception) -> str:

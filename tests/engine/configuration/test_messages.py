@@ -163,6 +163,12 @@ def test_a_file_that_does_not_exist_may_be_another_programs_word(monkeypatch, tm
     assert answer in message(command, monkeypatch)
 
 
+def test_a_path_that_the_shell_has_split_is_quoted(monkeypatch, tmp_path):
+    (tmp_path / "my own images").mkdir()
+    answer = message(f"train_seg.py data.root={tmp_path}/my own images seed=0", monkeypatch)
+    assert answer.endswith(f"quote the space for the shell, as in 'data.root={tmp_path}/my own images'")
+
+
 def test_a_message_names_each_word_once(monkeypatch):
     answer = message("train_seg.py lr=0.1 mixup=1", monkeypatch)
     assert answer.count("mixup:") == 1 and "no such key as lr; give optim.lr=0.1" in answer
