@@ -131,7 +131,7 @@ class Planner:
             coming_step = step.as_gradients_come()
             limit = _limit(self.budget, coming_step, step.gradients)
             beside = 0 if isinstance(self.budget, float) else step.gradients
-            coming_plan, coming_choice = _plan_within(coming_step, limit, beside, choice)
+            coming_plan, coming_choice = _plan_within(coming_step, limit, beside, choice.kept)
             if (coming_plan.flags, coming_plan.fits, coming_plan.remarks) == (plan.flags, plan.fits, plan.remarks):
                 coming_plan = plan
         _log.info(
@@ -154,10 +154,10 @@ def _limit(budget: float | int, step: Step, gradients: int = 0) -> int:
     return budget + gradients if isinstance(budget, int) else int(budget * plain_peak(step))
 
 
-def _plan_within(step: Step, limit: int, beside: int = 0, first_choice: Choice | None = None) -> tuple[Plan, Choice]:
+def _plan_within(step: Step, limit: int, beside: int = 0, start: Sequence[bool] | None = None) -> tuple[Plan, Choice]:
     """The plan of a step within a limit, with remarks if it may exceed it, and the plan's choice.
 
-    `beside`: bytes of gradients, which the user's budget does not count. `first_choice`: the search begins with it.
+    `beside`: bytes of gradients, which the user's budget does not count. `start`: see `frontier`.
     """
     plain = plain_peak(step)
     if plain > limit and not any(value.kind == Kind.FREE for value in step.values):
@@ -168,7 +168,7 @@ def _plan_within(step: Step, limit: int, beside: int = 0, first_choice: Choice |
             f"smaller batch or shorter inputs"
         )
         return Plan(step.calls, bytes(len(step.calls)), remarks=[text]), Choice(plain, 0.0, kept)
-    chosen_step, choice = _step_and_choice(step, limit, first_choice)
+    chosen_step, choice = _step_and_choice(step, limit, start)
     plan = choice.plan(chosen_step)
     remarks = _remarks(step, chosen_step, choice, limit - beside, beside)
     peak = plan.plain if plan.plain <= limit else plan.peak  # see `Plan.fits`
@@ -201,31 +201,25 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
     return remarks
 
 
-def _step_and_choice(step: Step, limit: int, first_choice: Choice | None) -> tuple[Step, Choice]:
+def _step_and_choice(step: Step, limit: int, start: Sequence[bool] | None) -> tuple[Step, Choice]:
     """The step with its best choice; or, if that exceeds the limit, the step without its outputs, and a choice for it.
 
     A step holds its outputs to the end, but the program may drop them earlier. If the limit is out of reach without
     them too, the choice with the lowest peak stays.
     """
-    choice = _best_choice(step, limit, first_choice)
+    choice = _best_choice(frontier(step, limit, start=start), limit)
     if choice.peak <= limit:
         return step, choice
     shorter = step.without_outputs()
     least = Simulation(shorter).run(choice.kept).peak
     if least > _NEAR * limit:
         return shorter, choice._replace(peak=least)
-    return shorter, _best_choice(shorter, limit, first_choice)
+    return shorter, _best_choice(frontier(shorter, limit, start=start), limit)
 
 
-def _best_choice(step: Step, limit: int, first_choice: Choice | None) -> Choice:
-    """The fastest choice within a limit, or the one with the lowest peak. `first_choice`: see `_plan_within`."""
-    choices = frontier(step, limit, start=None if first_choice is None else first_choice.kept)
-    return _fastest_choice(choices, limit) or choices[-1]
-
-
-def _fastest_choice(choices: Sequence[Choice], limit: int) -> Choice | None:
-    """The fastest choice within a limit. `choices`: as `frontier` sorts them."""
-    return next((choice for choice in choices if choice.peak <= limit), None)
+def _best_choice(choices: Sequence[Choice], limit: int) -> Choice:
+    """The fastest choice within a limit, or else that with the lowest peak. `choices`: as `frontier` sorts them."""
+    return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -341,8 +335,8 @@ def _rows_of_met_limits(
     simulation = Simulation(step)
     rows = []
     for limit in limits:
-        choice = _fastest_choice(choices, limit)
-        if choice is None or limit <= gradients:
+        choice = _best_choice(choices, limit)
+        if choice.peak > limit or limit <= gradients:
             continue
         outcome = simulation.run(choice.kept)
         values = zip(step.values, choice.kept, outcome.consumers, strict=True)
