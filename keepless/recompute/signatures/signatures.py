@@ -300,8 +300,8 @@ class Signatures:
             if signature.plan is not None:
                 signature.base.exceeded_bytes = signature.plan.bytes if is_larger else 0
                 self._planner.warn_of_growth(signature.plan, recording)
-        elif _has_left_plan(signature, recording):
-            signature.base.is_due = self._planner.is_cheap()
+        elif _has_left_plan(signature, recording) and self._planner.is_cheap():
+            signature.base.is_due = True
 
     def plans_of_example(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
         """The plans for the size of an example, from a real step. ValueError if that raises an error."""

@@ -616,6 +616,24 @@ def test_each_path_is_within_the_budget(watched, monkeypatch):
     assert plans(within) == [1]
 
 
+@pytest.mark.filterwarnings("ignore:a step with more results")
+def test_a_pass_on_another_path_cancels_no_watch_that_is_due(watched, monkeypatch):
+    """The due one has lost its graph. Planning, which takes long here, was cheap before."""
+    is_cheap = True
+    monkeypatch.setattr(plans_module.Planner, "is_cheap", lambda planner: is_cheap)
+    within = recompute_activations(Experts(4), budget=0.9)
+    for within.chosen in (0, 0, 1):
+        gradients(within, LARGE)
+    is_cheap = False
+    output = within(LARGE)  # watched, but no backward pass comes
+    within.chosen = 2
+    gradients(within, LARGE)
+    del output
+    for _ in range(2):
+        gradients(within, LARGE)
+    assert len(watched) == 3
+
+
 def test_an_argument_that_is_true_or_false_chooses_a_plan(watched):
     within = recompute_activations(Experts(2), budget=0.99)
     for is_second in (False, True) * 3:
