@@ -31,7 +31,8 @@ class Call:
         self.arguments = (*args, *kwargs.values()) if kwargs else args
         self.first_node_number = next_node_number()
         self.overwrites = False  # it overwrites an argument
-        self.before: Value | None = None  # value of the first argument, if the call overwrites it
+        self.version: int | None = None  # of the first argument before the call, if the call overwrites it
+        self.before: Value | None = None  # value of that argument then
         self.why = ""  # why the result is kept
         self.random: Any = None  # the state of the generator before the call, if it may be needed
         self.save_count = 0  # of tensors saved so far

@@ -103,15 +103,15 @@ class Advice:
         self, last_site: Site, function: Callable[..., Any], row: Row, args: tuple[Any, ...], nodes_before: int
     ) -> Site:
         """A new site after another one. `nodes_before`: see `Site.nodes_before`; of use in the first pass alone."""
-        if self.is_new:
-            site = Site(function, row, self.site_count, nodes_before, first_parameter_id(args))
-        else:
-            site = Site(function, row, last_site.number, last_site.next.nodes_before, first_parameter_id(args))
+        site = Site(function, row, self.site_count, nodes_before, first_parameter_id(args))
+        site.next = last_site.next
+        if not self.is_new:
+            site.number = last_site.number
+            site.nodes_before = last_site.next.nodes_before
             site.advice |= ADDED
             site.most_bytes = int(MORE * self.result_bytes)  # instead of calls that are missing
-        site.next = last_site.next
-        if not self.is_new and self.site_count > _GROWS * self.first_count:
-            return site  # forgotten
+            if self.site_count > _GROWS * self.first_count:
+                return site  # forgotten
         if self.is_new or last_site.advice & UNKNOWN:
             last_site.next = site
         else:

@@ -28,12 +28,11 @@ from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
 from .advice import COUNT, DROP, END, FLAT, HOOKS, KEEP, MEMORY, NOWHERE, SIGNS, Advice, Site
-from .derivation import DERIVING, value_by_advice
-from .finder import Finder
+from .finder import DERIVING, Finder, derive_by_advice
 from .learning import Note, saves_dropped_outside_calls
-from .packing import holder_of, is_simple, sign_mask
+from .packing import is_simple, make_holder, make_sign_mask
 from .plan import MORE, ByPlan, Flag
-from .recipes import DEEPEST, give_planned_recipes, give_recipe, how_to_repeat, may_drop, read_result_instead
+from .recipes import DEEPEST, give_planned_recipes, may_drop, read_result_instead
 from .recording import SETS_DATA, Recording, saved_tensors_hooks
 from .registry import NOT_KNOWN
 from .report import KeptTensor
@@ -56,7 +55,7 @@ class Advised(Recording):
     """Context of a forward pass whose calls have advice, or teach it: see rule 14 in recording.py.
 
     `advice`: of earlier passes with such inputs; new: the rules decide about all calls. `earlier`: what these passes
-    have kept, for the report. `slack`: see `Signature`.
+    have kept, for the report.
     """
 
     def __init__(
@@ -67,12 +66,11 @@ class Advised(Recording):
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
         earlier: Sequence[KeptTensor] = (),
-        slack: int = 0,
     ):
         super().__init__(policy, inputs=inputs, frame=frame)
         self.advice = advice
         self.earlier = earlier
-        self.slack = slack
+        self.slack = 0 if policy is None else policy.slack
         self.is_first = advice.is_new
         self.no_grad_sites = advice.no_grad_sites
         self.last_site: Site = advice.root  # of the last call
@@ -150,38 +148,28 @@ class Advised(Recording):
         if not _is_grad_enabled():
             no_grad_site = self.no_grad_sites.setdefault(function, Site(function, row, NOWHERE, 0))
             return self.run_by_advice(no_grad_site, function, args, kwargs)
-        self.last_site = self._find_or_add_site(function, row, args)
+        self.last_site = self._go_to_site(function, row, args)
         return self.run_by_advice(self.last_site, function, args, kwargs)
 
-    def _find_or_add_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
-        """The site of a call that does not come next: one of an earlier pass, or a new one."""
-        site = None if self.is_first or self.has_left_plan else self._find_site(function, args)
+    def _go_to_site(self, function: Any, row: Row, args: tuple[Any, ...]) -> Site:
+        """Find the site of a call that does not come next, or add one. Count what is new or missing in this pass."""
+        advice = self.advice
+        site = None
+        if not (self.is_first or self.has_left_plan):
+            site = advice.find_site(self.last_site, function, args)
+            if site is None or site.number < self.last_site.number:
+                self.difference_count += 1
+                self.has_left_plan = self.policy is not None and _SHARE * self.difference_count > advice.first_count
+            if site is not None:
+                self._count_skipped(site)
         if site is None or self.has_left_plan:
             if not self.is_first and function in self.no_grad_sites:  # it may have had no gradient
                 self.reveals_calls = True
             nodes_before = next_node_number() - self.registry.storages.first_node_number + self.cut_count
-            site = self.advice.add_site(self.last_site, function, row, args, nodes_before)
+            site = advice.add_site(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
             site.next = END
         return site
-
-    def _find_site(self, function: Any, args: tuple[Any, ...]) -> Site | None:
-        """The site of a call that earlier passes have made elsewhere. Counts what is new or missing in this pass."""
-        site = self.advice.find_site(self.last_site, function, args)
-        if site is None or site.number < self.last_site.number:
-            self._count_difference()
-        if site is not None:
-            self._count_skipped(site)
-        return site
-
-    def _count_difference(self) -> None:
-        """Count a new call, or a return to an earlier site. The first one ends the plan, many end the advice."""
-        self.difference_count += 1
-        if self.policy is None:
-            return
-        if self.difference_count == 1:
-            self.policy.leave()
-        self.has_left_plan = _SHARE * self.difference_count > self.advice.first_count
 
     def _count_skipped(self, site: Site) -> None:
         """Count what the calls between the last one and this site would have made, as the pass goes on there.
@@ -220,7 +208,7 @@ class Advised(Recording):
                 self.registry.storages.note_made((*args, *kwargs.values()), result, site)
         if advice & _AFTERWARDS:
             if advice & KEEP and isinstance(result, Tensor) and not self.registry.storages.may_change_unseen(result):
-                if self.registry.names.find(result) is None:
+                if self.registry.find_value(result) is None:
                     self.registry.keep_by_advice(result)
             if advice & COUNT:
                 if type(result) is Tensor and not advice & FLAT and result.layout is strided:
@@ -232,7 +220,7 @@ class Advised(Recording):
         return result
 
     def count_bytes(self, result: Any) -> None:
-        """Count the bytes of a result: of tensors, alone or in tuples."""
+        """Count the bytes of a result, tensors alone or in tuples. If there are too many, hold the rest elsewhere."""
         if type(result) is not Tensor:
             for part in result if isinstance(result, (tuple, list)) else ():
                 self.count_bytes(part)
@@ -296,13 +284,11 @@ class Advised(Recording):
             return
         registry = self.registry
         advice = call.site.advice
-        if self.policy is None:
-            again = how_to_repeat(registry, rule, call, result) if advice & DROP else None
-            if again is not None:
-                give_recipe(registry, again, call, result, DEEPEST)
-            return
         planned = (Flag.AGAIN if advice & DROP else 0) | (Flag.MASK if advice & bits.MASK else 0)
-        value = give_planned_recipes(registry, planned, rule, call, result, DEEPEST) or registry.names.find(result)
+        value = give_planned_recipes(registry, planned, rule, call, result, DEEPEST)
+        if self.policy is None:
+            return
+        value = value or registry.find_value(result)
         if value is not None or call.replaceable:  # otherwise it is kept once a recipe reads it
             read_result_instead(registry, call, result, value or registry.keep(result))
 
@@ -325,7 +311,7 @@ class Advised(Recording):
             self.cut_count += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
         if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
-        note = Note(call, result, self.registry.names.find)
+        note = Note(call, result, self.registry.find_value)
         if not note.is_empty:
             self.notes.append(note)
 
@@ -420,8 +406,8 @@ class Advised(Recording):
                 self.saved_leaves.append(tensor)
             return Kept(tensor, None, detaches=False)
         if registry.storages.exposed.by_address and registry.storages.may_change_unseen(tensor):
-            return holder_of(registry, tensor)
-        reference, version, value = registry.names.by_id.get(id(tensor), NOT_KNOWN)
+            return make_holder(registry, tensor)
+        reference, version, value = registry.by_id.get(id(tensor), NOT_KNOWN)
         if value is None or reference() is not tensor or version != tensor._version:
             value = None
             if not tensor.requires_grad:
@@ -429,11 +415,11 @@ class Advised(Recording):
                     registry.keep_by_advice(tensor)  # recipes may read it uncopied, as it must not change anyway
                 return Kept(tensor, None, detaches=False)
             if self._may_be_derived(tensor):
-                value = value_by_advice(registry, tensor)
+                value = derive_by_advice(registry, tensor)
         advice = site.advice
         is_kept = value is not None and type(value.source) is Kept  # its `Kept` may be detached, for recipes
         if value is None and advice & SIGNS:
-            value = sign_mask(registry, tensor, site.row.positive)
+            value = make_sign_mask(registry, tensor, site.row.positive)
         if value is not None and not is_kept:
             return Saved(value, registry.storages.memories, tensor)
         # An argument is held itself, unless it may be the call's own result, which would keep itself alive.
@@ -453,7 +439,7 @@ class Advised(Recording):
     def _may_be_derived(self, tensor: Tensor) -> bool:
         """Whether a saved tensor may be computed from a dropped base, by its node, or from an argument of the call."""
         base = tensor._base
-        base_value = None if base is None else self.registry.names.by_id.get(id(base), NOT_KNOWN)[2]
+        base_value = None if base is None else self.registry.by_id.get(id(base), NOT_KNOWN)[2]
         if base_value is not None:
             return type(base_value.source) is not Kept
         return bool(self.site.advice & _DERIVED) or type(tensor.grad_fn) in DERIVING
@@ -462,27 +448,24 @@ class Advised(Recording):
         """Run a call that may write over tensors."""
         registry = self.registry
         find = self.find
+        find.is_memory_read = True
         target: Any = args[0] if args else None
-        is_dropped = False
-        is_memory_read = True
-        version = 0
+        dropped_version = 0  # that the target will have, if it is then dropped
         if type(target) in PLAIN and is_ordinary(target):
-            is_dropped = bool(site.advice & DROP) and torch.is_grad_enabled()
-            if is_dropped:
-                find.before = registry.names.find(target)
+            if site.advice & DROP and _is_grad_enabled():
+                dropped_version = target._version + 1
+                find.before = registry.find_value(target)
                 if find.before is None and (target._base is not None or type(target.grad_fn) in DERIVING):
-                    find.before = value_by_advice(registry, target)
-                version = target._version + 1
+                    find.before = derive_by_advice(registry, target)
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                value = find.before if is_dropped else registry.names.find(target)
-                is_memory_read = registry.storages.is_read(target, value)
-        writes = self.begin_writing(function, args, kwargs) if is_memory_read else []
+                value = find.before if dropped_version else registry.find_value(target)
+                find.is_memory_read = registry.storages.is_read(target, value)
+        writes = self.begin_writing(function, args, kwargs) if find.is_memory_read else []
         try:
             result = (
                 self._run_with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
             )
-            if is_dropped and result is target and result._version == version:
-                find.is_memory_read = is_memory_read
+            if dropped_version and result is target and result._version == dropped_version:
                 self._give_own_recipe(site, args, kwargs, result, is_written=True)
             if self.saved_leaves or self.result_candidates:
                 self._finish_saving()
@@ -500,7 +483,7 @@ class Advised(Recording):
         `is_written`: the call has written over its first argument, and returned it.
         """
         registry = self.registry
-        if registry.names.freed:
+        if registry.freed:
             registry.settle_freed()
         rule = site.row.again
         if rule is None or type(result) not in PLAIN or result.layout is not strided or result.is_nested:
@@ -516,8 +499,8 @@ class Advised(Recording):
         finally:
             find.result = None
             find.node_packs = None
-        is_argument = not (again.fresh or is_written) and _is_among(result, args, kwargs)
-        if again.draws or is_argument:
+        is_new = again.fresh or is_written or id(result) not in map(id, (*args, *kwargs.values()))
+        if again.draws or not is_new:
             return
         value = None
         for tensor, candidate in self.result_candidates:
@@ -530,10 +513,8 @@ class Advised(Recording):
             value = Value(recipe)
         else:
             value.source = recipe
-        if registry.storages.exposed.by_address:
-            registry.remember(result, value)
-        else:
-            registry.names.by_id[id(result)] = ref(result), result._version, value
+        if not (registry.storages.exposed.by_address and registry.storages.may_change_unseen(result)):
+            registry.by_id[id(result)] = ref(result), result._version, value
 
     def _finish_saving(self) -> None:
         """The call has ended: keep what it has saved that is not its result."""
@@ -541,10 +522,6 @@ class Advised(Recording):
             value.source = value.source or Kept(tensor, None)
         self.saved_leaves.clear()
         self.result_candidates.clear()
-
-
-def _is_among(result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any([argument is result for argument in (*args, *kwargs.values())])
 
 
 def _is_number(argument: object) -> bool:

@@ -13,8 +13,7 @@ from ..held.signs import Signs
 from ..held.values import Recipe, Saved, Value
 from ..table.rules import attention
 from . import advice as bits
-from .derivation import DERIVING, checkpointed_output
-from .finder import packs_of
+from .finder import DERIVING, checkpointed_output, packs_of
 from .plan import Flag
 from .registry import is_parameter
 
@@ -36,16 +35,13 @@ class Note:
     It holds neither tensors nor values, as the pass goes on.
     """
 
-    def __init__(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
+    def __init__(self, call: Call, result: Any, find: Callable[[Tensor | None], Value | None]) -> None:
+        is_plain = isinstance(result, Tensor) and not result.is_nested
         node = node_of(result) if isinstance(result, Tensor) else None
-        value = None
-        base_value = None
-        self.is_special = False
-        if isinstance(result, Tensor) and not result.is_nested:
-            value = find(result)
-            base_value = None if result._base is None else find(result._base)
-            # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
-            self.is_special = result._base is not None or node is None or type(node) in DERIVING
+        value = find(result) if is_plain else None
+        base_value = find(result._base) if is_plain else None
+        # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
+        self.is_special = is_plain and (result._base is not None or node is None or type(node) in DERIVING)
         self.site = call.site
         self.planned = call.planned
         self.value = _reference(value)
@@ -68,7 +64,8 @@ class Note:
 
     def set_advice(self) -> None:
         """Set the site's advice, once the pass has ended."""
-        value, base = self.value(), self.base_value()
+        value = self.value()
+        base = self.base_value()
         are_inside = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
         advice = bits.DROP if are_inside else 0
         if are_inside and (self.needs_rules or any(are_inside)):

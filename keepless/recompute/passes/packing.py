@@ -11,7 +11,7 @@ from ..held.calls import Call, Inside
 from ..held.signs import Positive, Signs
 from ..held.values import Again, Recipe, Saved, Value
 from ..table.functions import Row
-from .derivation import value_of
+from .finder import derive_value
 from .registry import NOT_KNOWN, Registry
 
 
@@ -19,20 +19,20 @@ def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
     """The saved-tensor hook of a pass that is recorded by the rules."""
     call = registry.call
     if call is not None:
-        by_id = registry.names.by_id
+        by_id = registry.by_id
         is_known = id(tensor) in by_id or id(tensor._base) in by_id
-        saved = holder_of(registry, tensor)
+        saved = make_holder(registry, tensor)
         call.packed.append((tensor, saved, is_known))
         return saved
     with without_function_modes():  # the recording sees no calls of ours
-        saved = holder_of(registry, tensor)
+        saved = make_holder(registry, tensor)
     if isinstance(saved, Saved):
         registry.saved_outside.append(weakref.ref(saved))
     return saved
 
 
-def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-    """What autograd holds in place of a tensor that it saves: the tensor itself, only its shape, or its value."""
+def make_holder(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+    """Make what autograd holds in place of a tensor that it saves: the tensor itself, only its shape, or its value."""
     call = registry.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
     call.save_count += 1
     row = call.row
@@ -46,7 +46,7 @@ def holder_of(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return ShapeOnly(tensor)
     if row.narrow is None or tensor.dtype is not torch.int64:
         return _save_with_value(registry, tensor, call)
-    value = registry.names.find(tensor)
+    value = registry.find_value(tensor)
     if value is None:
         indices = registry.keep_copy(tensor, row.narrow(call.args, call.kwargs))
         value = registry.remember(tensor, Value(Recipe(Again(Tensor.to, (indices, torch.int64)), tensor)))
@@ -70,11 +70,11 @@ def is_simple(registry: Registry, tensor: Tensor) -> bool:
     return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_row_count)
 
 
-def sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> Value | None:
-    """The value of a saved tensor of which only the sign mask is kept; None if there can be none."""
+def make_sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> Value | None:
+    """Keep only the sign mask of a saved tensor, and return its value; None if there can be none."""
     if positive is None or not is_ordinary(tensor):
         return None
-    by_id = registry.names.by_id
+    by_id = registry.by_id
     key = id(tensor), positive
     reference, version, value = by_id.get(key, NOT_KNOWN)
     if value is None or reference() is not tensor or version != tensor._version:
@@ -87,13 +87,13 @@ def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
     """What autograd holds for a tensor that gets a value, unless it has one."""
     row = call.row
     log = registry.log
-    value = value_of(registry, tensor)
+    value = derive_value(registry, tensor)
     if value is None:
         value = _keep_for_views(registry, tensor, call)
     elif not value.consumer_count and value.is_unread:
         log.note(value, tensor)
     base = tensor._base
-    base_value = None if base is None else registry.names.find(base)
+    base_value = registry.find_value(base)
     if base is not None and base_value is not None and base_value is not value:
         if not base_value.consumer_count and isinstance(base_value.source, Kept):
             log.note(base_value, base)  # the view is computed from it
@@ -122,7 +122,7 @@ def _keep_for_views(registry: Registry, tensor: Tensor, call: Call) -> Value:
         call.inside.append(Inside(value, call.save_count - 1, is_base))
     if not is_base:
         return value
-    view_value = value_of(registry, tensor)
+    view_value = derive_value(registry, tensor)
     if view_value is None:  # a view that cannot be made again, such as a conjugate
         view_value = registry.keep(tensor)
         registry.log.note(view_value, tensor)

@@ -53,14 +53,10 @@ class ByPlan:
         self.planned_bytes = plan.bytes if plan is not None and plan.calls else sys.maxsize  # of all results
         self.excess_bytes = 0  # bytes of results beyond those planned, once there are more
 
-    def leave(self) -> None:
-        """Note that the calls of the pass differ from the plan."""
-        self.plan = None
+    def take_flag(self, function: Callable[..., Any], bytes: int) -> int | None:
+        """Go on to the next call, whose result has so many bytes, and return the plan's flag for it.
 
-    def next_flag(self, function: Callable[..., Any], bytes: int) -> int | None:
-        """The plan's flag for the next call, whose result has so many bytes; None if it does not match the calls.
-
-        Fewer bytes than planned are allowed.
+        None if the plan does not match the calls, from now on. Fewer bytes than planned are allowed.
         """
         self.call_number += 1
         self.result_bytes += bytes
@@ -71,10 +67,11 @@ class ByPlan:
             self.excess_bytes = self.result_bytes - most
         elif is_planned and self.plan is not None:
             return self.plan.flags[self.call_number]
-        self.leave()
+        self.plan = None
         return None
 
     def why_kept(self, value: Value) -> str:
+        """Why a value is kept, for reports."""
         if self.plan is None:
             return "no plan"
         is_planned = value.number >= 0 and self.plan.flags[value.number] & Flag.KEEP

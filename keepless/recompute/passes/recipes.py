@@ -38,8 +38,8 @@ def may_drop(registry: Registry, row: Row, arguments: Sequence[Any], result: Ten
     return reads_parameter and not any([tensor.requires_grad for tensor in tensors])
 
 
-def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) -> Again | None:
-    """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5); if not, sets `call.why`.
+def prepare_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) -> Again | None:
+    """Keep what a call reads, if it is worth repeating (rules 4 and 5), and return how. None: `call.why` says why not.
 
     With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply. Nor does it
     where an earlier pass has found that the recipe is worth while.
@@ -52,7 +52,7 @@ def how_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor) ->
         if room is not None:
             kept_bytes = find.kept_bytes
             if not registry.by_plan:
-                kept_bytes += kept_bytes_below(find.unread_values, only_unread=True)
+                kept_bytes += kept_bytes_below(find.values, only_unread=True)
                 inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
                 if kept_bytes_below(inputs) > MUCH * room:
                     raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
@@ -84,7 +84,7 @@ def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, lo
         recipe = give_recipe_inside(again, call, result)
     else:
         call.recipes.append((recipe, again))
-    value = registry.names.find(result)
+    value = registry.find_value(result)
     if value is None:
         value = registry.remember(result, Value(recipe))
     else:  # the call has saved its own result
@@ -111,7 +111,7 @@ def _give_base_recipe(registry: Registry, call: Call, result: Tensor, base: Tens
     if not is_new:  # a view of an argument
         return
     recipe = Recipe(Again(Tensor.view, (value, base.shape)), base)
-    base_value = registry.names.find(base)
+    base_value = registry.find_value(base)
     if base_value is None:
         registry.remember(base, Value(recipe))
     elif isinstance(base_value.source, Kept):
@@ -143,10 +143,10 @@ def give_recipe_inside(again: Again, call: Call, result: Tensor | None) -> Recip
 
 def decide_by_plan(registry: Registry, policy: ByPlan, rule: Rule, call: Call, result: Tensor) -> None:
     """Decide by a plan whether the result of a call, and what it has saved inside, get recipes."""
-    flag = policy.next_flag(call.function, result.nbytes)
+    flag = policy.take_flag(call.function, result.nbytes)
     call.planned = Flag.AGAIN | Flag.MASK if flag is None else flag  # if no plan matches this call
     longest = LONGEST if flag is None else LONGEST_PLANNED
-    value = give_planned_recipes(registry, call.planned, rule, call, result, longest) or registry.names.find(result)
+    value = give_planned_recipes(registry, call.planned, rule, call, result, longest) or registry.find_value(result)
     if value is None:
         if result.grad_fn is None:
             return  # kept only once a recipe reads it: nothing else says when it is freed
@@ -160,9 +160,9 @@ def give_planned_recipes(
 ) -> Value | None:
     """Give a result and what its call has saved inside recipes, if that is planned. Returns the result's value."""
     row = call.row
-    again = how_to_repeat(registry, rule, call, result) if planned & Flag.AGAIN else None
+    again = prepare_to_repeat(registry, rule, call, result) if planned & Flag.AGAIN else None
     if row.mask is not None and call.inside and planned & Flag.MASK:
-        mask = how_to_repeat(registry, row.mask, call, result)
+        mask = prepare_to_repeat(registry, row.mask, call, result)
         if mask is not None:
             give_recipe_inside(mask, call, None)
     return None if again is None else give_recipe(registry, again, call, result, longest)
@@ -178,7 +178,7 @@ def read_result_instead(registry: Registry, call: Call, result: Tensor, value: V
         value.readers += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
-        base_value = registry.names.find(base) or registry.keep(base)  # other views of it are recomputed from this
+        base_value = registry.find_value(base) or registry.keep(base)  # other views of it are recomputed from this
         base_value.number = value.number
 
 

@@ -1,8 +1,11 @@
 """Record a forward pass so that autograd keeps few of its tensors, and the backward pass recomputes the others.
 
+A tensor is *kept* if it stays in memory until the backward pass. It is *dropped* if a recipe computes it: then it
+exists only in a backward pass, between its first consumer and its last.
+
 Rule 1. A recording is a function mode with saved-tensor hooks: it sees every outermost call of a function, and every
-    tensor that autograd saves. Most tensors are saved during a call, before it is known whether the call can be
-    repeated. If a function written in Python has no rule, the recording sees the calls inside it instead.
+    tensor that autograd saves, mostly during a call, before it is known whether that can be repeated. If a function
+    written in Python has no rule, the recording sees the calls inside it instead.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (held/values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
@@ -25,9 +28,9 @@ Rule 9. A value belongs to one version of a tensor. Before a call that may overw
     If the program reads or sets `.data` of a tensor that the pass has made, or gets it as an array, its memory is saved
     as in PyTorch, recipes that have read it get copies, and no other one reads it (`Registry.expose`).
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
-Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
-    removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is recorded
-    (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C while it frees that generator.
+Rule 11. The recording ends with the forward pass, or if that was interrupted (Ctrl-C), at the next recorded call. No
+    generator is left before its end while a pass is recorded (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C
+    while it frees that generator.
 Rule 12. Gradients never differ from autograd's. Random functions are repeated only with the same random numbers (in a
     plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are kept
     as they are. Inside other saved-tensor hooks, such as a checkpoint's, in functorch's transforms, and under modes of
@@ -37,17 +40,14 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
 Rule 14. Every pass is recorded by these rules, from its own tensors and arguments. What earlier passes have taught is
     advice (advice.py): what is worth doing about the calls at a place in the program. In later passes (advised.py) most
     calls run as they are, some get hooks around them, and those whose results are dropped get the recipe that their
-    rule makes of the present arguments. So the rules' slow questions, what to keep for a recipe and whether that pays,
-    are asked once. A call that is not where it was is sought by the parameter that it reads, or among the next ones.
-    About a new call the rules decide.
+    rule makes of the present arguments. So the slow questions, what to keep for a recipe and whether that pays, are
+    asked once, and again only about calls that are new.
 Rule 15. At its end a pass is compared with the first one of its advice: the nodes that autograd has made, without those
     of missing calls; calls that cut the graph, such as `detach`; the bytes of results of calls that save tensors, if
     there is a budget; and calls that other hooks or modes had hidden. If it has made more, the next pass is recorded
     anew, and watched within a budget. So may be a pass within a budget of which over a quarter of the calls are new.
-    During a pass within a budget, bytes of results are compared with the plan's, call by call: once they are larger,
-    what the rest of the pass saves is held elsewhere (`hold_elsewhere`).
-    Without a budget, passes 3, 6, 11, 20, 37, … are recorded anew whatever happened, and others with much larger
-    inputs, or after one with new functions or a longer graph (see `Signature.must_teach`).
+    Within a budget, bytes of results are also compared call by call: once they are larger than planned, what the rest
+    of the pass saves is held elsewhere (`hold_elsewhere`).
 
 What is taken for granted, and not compared:
 - the table's row of a function, which is found by its identity: what its rule repeats, and whether it may write;
@@ -64,15 +64,11 @@ An example, and what autograd holds for each tensor:
     z = F.silu(y)                             # the next convolution saves z: a recipe from y, so computed from x
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
 
-In step 1 the rule of `F.batch_norm` gives y's value a recipe (`give_recipe`). When `F.silu` saves y, autograd holds
-this value (packing.py), and y is freed with the program's last name for it. In the backward pass, the second
-convolution asks `Saved.get` for z, whose recipe reads y: `Value.get` computes y from x and the statistics, and holds it
-for SiLU, its other consumer. At the end of step 1 the recipes have consumers, so the advice is "drop the norm's
-result", and "set hooks around SiLU, and drop its result". In step 5 the norm's rule makes y's recipe from this step's
-x, weight and statistics, and `Advised.pack` finds y's value by y's id and version as SiLU saves it.
-
-A tensor is *kept* if it stays in memory until the backward pass. It is *dropped* if a recipe computes it: then it
-exists only in a backward pass, between its first consumer and its last.
+In step 1 the rule of `F.batch_norm` gives y's value a recipe, and y is freed with the program's last name for it. In
+the backward pass, the second convolution asks `Saved.get` for z, whose recipe reads y: `Value.get` computes y, and
+holds it for SiLU, its other consumer. At the end of step 1 the recipes have consumers, so the advice is "drop the
+norm's result", and "set hooks around SiLU, and drop its result". In step 5 the norm's rule makes y's recipe from this
+step's tensors, and `Advised.pack` finds y's value by y's id and version as SiLU saves it.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,10 +102,10 @@ from ..held.elsewhere import Elsewhere
 from ..table.functions import EXPOSE, Row, body, row_of
 from ..table.rules import Rule
 from ..table.writes import may_overwrite, overwritten
-from .derivation import value_of
+from .finder import derive_value
 from .packing import pack
 from .plan import ByPlan
-from .recipes import decide_by_plan, drop_foreign_parts, give_recipe, how_to_repeat, may_drop, note_random
+from .recipes import decide_by_plan, drop_foreign_parts, give_recipe, may_drop, note_random, prepare_to_repeat
 from .registry import Registry
 from .report import KeptTensor
 
@@ -263,18 +259,17 @@ class Recording(TorchFunctionMode):
 
     def run_by_rules(self, call: Call) -> Any:
         """Run a call, and let the rules decide about it."""
-        function, args, kwargs = call.function, call.args, call.kwargs
         self.registry.settle_freed()
-        if function in EXPOSE:
-            if is_ordinary(args[0]):
-                self.registry.expose(args[0])
-            return function(*args, **kwargs)
-        if function == SETS_DATA and is_ordinary(args[0]):
-            self.registry.prepare_setting_data(*args)
-        if not may_overwrite(function, args, kwargs):
+        if call.function in EXPOSE:
+            if is_ordinary(call.args[0]):
+                self.registry.expose(call.args[0])
+            return call.function(*call.args, **call.kwargs)
+        if call.function == SETS_DATA and is_ordinary(call.args[0]):
+            self.registry.prepare_setting_data(*call.args)
+        if not may_overwrite(call.function, call.args, call.kwargs):
             return self.run(call)
         call.overwrites = True
-        writes = self.begin_writing(function, args, kwargs)
+        writes = self.begin_writing(call.function, call.args, call.kwargs)
         try:
             return self.run(call)
         finally:
@@ -295,7 +290,7 @@ class Recording(TorchFunctionMode):
     def end_writing(self, writes: list[Overwriting]) -> None:
         for write in writes:
             if end_overwriting(write, self.registry.storages.memories):
-                self.registry.names.forget(write.storage)
+                self.registry.forget_values(write.storage)
 
     def _see_inside(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function, and see the ones that it calls."""
@@ -313,19 +308,16 @@ class Recording(TorchFunctionMode):
         if is_hidden or not torch.is_grad_enabled():
             return self._run_unrecorded(call, mode)
         registry = self.registry
-        target = None
-        version = 0
         if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
-            target = call.args[0]
-            version = target._version
-            call.before = value_of(registry, target)
+            call.version = call.args[0]._version
+            call.before = derive_value(registry, call.args[0])
         registry.log.function = call.function
         if registry.by_plan:
             note_random(call)
         registry.call = call
         try:
             result = call.function(*call.args, **call.kwargs)
-            self._conclude_call(call, result, target, version)
+            self._conclude_call(call, result)
         finally:
             registry.call = registry.log.function = None
         return result
@@ -352,16 +344,16 @@ class Recording(TorchFunctionMode):
         registry = self.registry
         row = call.row
         for tensor in tensors_in(result):
-            if registry.storages.is_made(tensor) and registry.names.find(tensor) is None:
+            if registry.storages.is_made(tensor) and registry.find_value(tensor) is None:
                 registry.keep(tensor)
         rule = row.again if registry.by_plan or not row.is_slow else None
         if registry.refused_mode is not None or rule is None or not isinstance(result, Tensor):
             return
-        if registry.storages.is_made(result) and how_to_repeat(registry, rule, call, result) is not None:
+        if registry.storages.is_made(result) and prepare_to_repeat(registry, rule, call, result) is not None:
             registry.refused_mode = mode
 
-    def _conclude_call(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
-        """Decide about a call's result. `target`: an argument that it may have overwritten; `version`: before that."""
+    def _conclude_call(self, call: Call, result: Any) -> None:
+        """Decide about a call's result, and note what the call has made."""
         row = call.row
         registry = self.registry
         rule = row.again if registry.by_plan or not row.is_slow else None
@@ -373,14 +365,14 @@ class Recording(TorchFunctionMode):
         ):
             if call.inside:
                 drop_foreign_parts(registry, call, result)
-            is_written = result is target and result._version == version + 1
+            is_written = call.version is not None and result is call.args[0] and result._version == call.version + 1
             if is_written or not (call.overwrites or id(result) in map(id, call.arguments)):
                 self.decide(rule, call, result)
         else:
             call.why = "only a budget repeats it" if row.is_slow else ""
         registry.storages.note_made(call.arguments, result, call.site or True)
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
-            registry.log.explain(result, registry.names.find(result), call.why)
+            registry.log.explain(result, registry.find_value(result), call.why)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not (value.sign_consumer_count or value.source.is_modified()):
                 value.source = Kept(tensor, registry.outer)
@@ -413,7 +405,7 @@ class Recording(TorchFunctionMode):
             if self.policy.excess_bytes:
                 self.hold_elsewhere(self.policy.excess_bytes, result.nbytes)
         else:
-            again = how_to_repeat(self.registry, rule, call, result)
+            again = prepare_to_repeat(self.registry, rule, call, result)
             if again is not None:
                 give_recipe(self.registry, again, call, result)
 
@@ -445,12 +437,14 @@ def hooks_around() -> list[Hooks]:
     """The saved-tensor hooks that are set, innermost first."""
     around: list[Hooks] = []
     try:
-        while (hooks := current_hooks()) is not None:
+        hooks = current_hooks()
+        while hooks is not None:
             around.append(hooks)
             pop_hooks()
+            hooks = current_hooks()
     finally:
-        for pack, unpack_by in reversed(around):
-            push_hooks(pack, unpack_by)
+        for hooks in reversed(around):
+            push_hooks(*hooks)
     return around
 
 

@@ -20,37 +20,6 @@ _SHORT = 2**12  # entries: with a plan, vectors from this size on get values
 NOT_KNOWN: Any = (None, 0, None)  # in place of a tensor's reference, version and value
 
 
-class Names:
-    """The values of living tensors. A value belongs to one version of its tensor."""
-
-    def __init__(self) -> None:
-        # A tensor's value, by its id, with a weak reference to the tensor and its version. The sign mask that advice
-        # makes of it has the key (id, function), because other consumers need the tensor itself.
-        self.by_id: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
-        self.freed: list[Gone] = []  # those references in `by_id` whose tensors are freed
-
-    def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
-        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        reference, version, value = self.by_id.get(id(tensor), NOT_KNOWN)
-        is_known = value is not None and reference() is tensor and version == tensor._version - overwrites
-        return value if is_known else None
-
-    def keys_in(self, storage: UntypedStorage) -> list[Any]:
-        """The keys of the tensors in a storage."""
-        place = address(storage)
-        tensor_by_key = {key: reference() for key, (reference, *_) in self.by_id.items()}
-        return [
-            key
-            for key, tensor in tensor_by_key.items()
-            if tensor is not None and is_ordinary(tensor) and address(tensor.untyped_storage()) == place
-        ]
-
-    def forget(self, storage: UntypedStorage) -> None:
-        """The tensors in a storage have other values now, though in the same version."""
-        for key in self.keys_in(storage):
-            del self.by_id[key]
-
-
 class Storages:
     """What a pass knows about memory: what it has made, what is kept there, and what may change unseen."""
 
@@ -75,16 +44,15 @@ class Storages:
             return False
         return not self.input_addresses or address(tensor.untyped_storage()) not in self.input_addresses
 
-    def note_made(self, arguments: Sequence[Any], result: object, maker: Any = True) -> None:
-        """Note the memory of a call's results without a gradient, e.g. masks. `maker`: its site, if it has one."""
+    def note_made(self, arguments: Sequence[Any], result: object, maker: Any) -> None:
+        """Note the memory of a call's results without a gradient, e.g. masks. `maker`: its site; True: it has none."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if not self.makers.get(storage):
-                inputs = filter(is_ordinary, tensors_in(arguments))
-                sharing = [x for x in inputs if address(x.untyped_storage()) == address(storage)]
-                if all([self.is_made(x) for x in sharing]):
+                inputs = [x for x in tensors_in(arguments) if is_ordinary(x)]
+                if all([self.is_made(x) for x in inputs if address(x.untyped_storage()) == address(storage)]):
                     self.makers.put(storage, maker)
 
     def is_made_without_gradient(self, tensor: Tensor) -> bool:
@@ -144,7 +112,7 @@ class Storages:
 
 
 class Registry:
-    """Registry of one forward pass: its names and storages, and what it keeps.
+    """Registry of one forward pass: the values of its living tensors, its storages, and what it keeps.
 
     Its subclass `Trace` numbers the values of a counted step, by the same rules. `outer`: the saved-tensor hooks around
     the recording. `by_plan`: a plan decides what is kept (rule 13). For other arguments see `Recording`.
@@ -153,7 +121,10 @@ class Registry:
     kept_class: type[Kept] = Kept  # the class that holds a kept tensor
 
     def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, by_plan: bool) -> None:
-        self.names = Names()
+        # A tensor's value, by its id, with a weak reference to the tensor and its version. The sign mask that advice
+        # makes of it has the key (id, function), because other consumers need the tensor itself.
+        self.by_id: dict[Any, tuple[weakref.ref[Tensor], int, Value]] = {}
+        self.freed: list[Gone] = []  # those references in `by_id` whose tensors are freed
         self.storages = Storages(inputs)
         self.outer = outer
         self.copy_parameters = copy_parameters
@@ -169,13 +140,14 @@ class Registry:
         self.unseen = ""  # what has hidden calls from the recording, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls
 
-    def clear(self, has_raised: bool = False) -> None:
+    def clear(self, has_raised: bool) -> None:
         """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
         for reference in [] if has_raised else self.sign_values:
             value = reference()
             if value is not None:
                 value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        self.names = Names()
+        self.by_id = {}
+        self.freed = []
         self.sign_values = []
         self.unsettled = []
         self.storages.clear()
@@ -183,12 +155,11 @@ class Registry:
 
     def settle_freed(self) -> None:
         """Forget tensors that have been freed. If a consumer needs only their signs, `settle` their values."""
-        names = self.names
-        while names.freed:
-            reference = names.freed.pop()
-            last_reference, _, value = names.by_id.get(reference.event, NOT_KNOWN)
+        while self.freed:
+            reference = self.freed.pop()
+            last_reference, _, value = self.by_id.get(reference.event, NOT_KNOWN)
             if last_reference is reference:
-                del names.by_id[reference.event]
+                del self.by_id[reference.event]
                 if value.sign_consumer_count:
                     self.unsettled.append(value)
         if self.unsettled:
@@ -196,10 +167,30 @@ class Registry:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version, unless its values may change unseen."""
-        names = self.names
         if not (self.storages.exposed.by_address and self.storages.may_change_unseen(tensor)):
-            names.by_id[id(tensor)] = Gone(tensor, names.freed, id(tensor)), tensor._version, value
+            self.by_id[id(tensor)] = Gone(tensor, self.freed, id(tensor)), tensor._version, value
         return value
+
+    def find_value(self, tensor: Tensor | None, *, overwrites: int = 0) -> Value | None:
+        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
+        reference, version, value = self.by_id.get(id(tensor), NOT_KNOWN)
+        if value is None or tensor is None or reference() is not tensor or version != tensor._version - overwrites:
+            return None
+        return value
+
+    def keys_in(self, storage: UntypedStorage) -> list[Any]:
+        """The keys in `by_id` of the tensors in a storage."""
+        keys: list[Any] = []
+        for key, (reference, *_) in self.by_id.items():
+            tensor = reference()
+            if tensor is not None and is_ordinary(tensor) and address(tensor.untyped_storage()) == address(storage):
+                keys.append(key)
+        return keys
+
+    def forget_values(self, storage: UntypedStorage) -> None:
+        """The tensors in a storage have other values now, though in the same version."""
+        for key in self.keys_in(storage):
+            del self.by_id[key]
 
     # What is kept
 
@@ -207,7 +198,7 @@ class Registry:
         """`keep`, but the memory is noted only before a call that writes, or before rules ask."""
         value = Value(Kept(tensor, None, detaches=False))
         self.storages.unnoted.append(value)
-        self.names.by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
+        self.by_id[id(tensor)] = weakref.ref(tensor), tensor._version, value
         return value
 
     def keep(self, tensor: Tensor) -> Value:
@@ -274,7 +265,7 @@ class Registry:
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter) or storages.exposed.get(storage):
             return
-        is_known = bool(self.names.keys_in(storage)) or storages.is_made(tensor)
+        is_known = bool(self.keys_in(storage)) or storages.is_made(tensor)
         if is_known or storages.is_made_without_gradient(tensor):
             if not is_known:
                 storages.teach_maker(tensor)
@@ -289,7 +280,7 @@ class Registry:
         if memory is not None:
             self.read_memory(memory, tensor)
             begin_overwriting(tensor, self.storages.memories, self.outer)
-        self.names.forget(storage)
+        self.forget_values(storage)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:
         """Let autograd read what it has saved of a memory from the memory itself. `tensor`: is in it."""

@@ -146,10 +146,8 @@ class Signatures:
             recording = Recording(policy, copy_parameters=has_shards, inputs=inputs, frame=frame)
         else:
             if policy is not None and not signature.teaches:
-                policy = ByPlan()  # sites know what it has decided
-            recording = Advised(
-                advice, policy, inputs=inputs, frame=frame, earlier=signature.kept, slack=signature.slack
-            )
+                policy = ByPlan(slack=signature.slack)  # sites know what the plan has decided
+            recording = Advised(advice, policy, inputs=inputs, frame=frame, earlier=signature.kept)
         recording.signature = signature
         return recording
 

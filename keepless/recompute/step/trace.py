@@ -15,9 +15,9 @@ from ...torch_internals import at_end_of_backward, backward_runs
 from ..held.calls import Call
 from ..held.signs import unpacking_bytes
 from ..held.values import Again, Memory, Recipe, Saved, Value
-from ..passes.packing import holder_of
+from ..passes.packing import make_holder
 from ..passes.plan import Flag
-from ..passes.recipes import STATE_BYTES, how_to_repeat
+from ..passes.recipes import STATE_BYTES, prepare_to_repeat
 from ..passes.registry import Registry
 from ..table.rules import Rule, mask_needs_only_shape
 from .costs import Cost, spec_of
@@ -203,9 +203,9 @@ class Trace(Registry):
         """Note the values that a call with a rule gives a plan to choose from: its result, and what it saves inside."""
         self.calls.append((call.function, result.nbytes + (self.calls[-1][1] if self.calls else 0)))
         has_mask = call.row.mask is not None and bool(call.inside)
-        again = how_to_repeat(self, rule, call, result)
-        mask = how_to_repeat(self, call.row.mask, call, result) if has_mask else None
-        value = self.names.find(result) or self.keep(result)
+        again = prepare_to_repeat(self, rule, call, result)
+        mask = prepare_to_repeat(self, call.row.mask, call, result) if has_mask else None
+        value = self.find_value(result) or self.keep(result)
         parts = [part.value.number for part in call.inside]
         span = _span_of_call(call, result, self._postpone_drops(call.began[0], parts), len(self.operators))
         state = self._random_state(result, again, mask)
@@ -258,7 +258,7 @@ class Trace(Registry):
         if base is None or base.numel() != result.numel() or not call.has_made(base):
             return
         if again is not None and base.is_contiguous() and result.is_contiguous():
-            self._read_instead_of_base(value, self.names.find(base))
+            self._read_instead_of_base(value, self.find_value(base))
         self.remember(base, value)
 
     def _read_instead_of_base(self, value: Value, base_value: Value | None) -> None:
@@ -290,7 +290,7 @@ class Trace(Registry):
     @ends_watch
     def note_save(self, packed: Any, tensor: Tensor) -> None:
         """Autograd holds `packed` for a tensor. It gets what a recorder would give, and the number of the save."""
-        packed.saved = saved = holder_of(self, tensor)
+        packed.saved = saved = make_holder(self, tensor)
         if self.forward < 0 and backward_runs():  # saved by a backward pass, for another one through it
             self.unseen = "torch.autograd.grad with create_graph=True (second derivatives)"
         if isinstance(saved, _NotHeld):

@@ -86,7 +86,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
     `numbered`: gets what autograd holds after the forward pass, and returns the numbers.
     """
     noted, packed, numbers, allocations = list[Event](), list[Any](), {}, MadeTensors()
-    get, compute, pack = Saved.get, Recipe.compute, packing.holder_of
+    get, compute, pack = Saved.get, Recipe.compute, packing.make_holder
 
     def note(kind: str, holder: Any, source: Any, *names: Any) -> None:
         base = source.inputs[0].source if isinstance(source, Recipe) and source.function is view else source
@@ -108,7 +108,7 @@ def real_events(network: nn.Module, x: Tensor, by: Recording, passes: int, numbe
         patch.setattr(Saved, "get", noted_get)
         patch.setattr(Recipe, "compute", noted_compute)
         for module in (packing, advised):
-            patch.setattr(module, "holder_of", lambda *args: packed.append(pack(*args)) or packed[-1])
+            patch.setattr(module, "make_holder", lambda *args: packed.append(pack(*args)) or packed[-1])
         torch.manual_seed(1)
         with allocations, by:
             outputs = network(x)

@@ -377,7 +377,7 @@ def test_a_watched_step_takes_less_than_later_ones_and_keeps_the_budget():
 
 
 FAULTS: dict[str, tuple[str, str]] = {
-    "a call": ("keepless.recompute.step.trace.how_to_repeat", "RUNS"),
+    "a call": ("keepless.recompute.step.trace.prepare_to_repeat", "RUNS"),
     "an operator": ("keepless.recompute.step.counting.Allocations.note_operator", "RUNS"),
     "a saved tensor": ("keepless.recompute.step.trace.Gone", "RUNS"),
     "a node": ("keepless.recompute.step.watch.Watch.enter_pass", "AWAITS"),
