@@ -263,7 +263,7 @@ class Advised(Recording):
         """`run_by_rules` with hooks around the call, unless there are hooks already, or they are disabled."""
         registry = self.registry
         if not call.is_advised:
-            registry.storages.note_all()
+            registry.storages.note_unnoted()
         if self.hooks is not None or not (current_hooks() is None and hooks_are_allowed()):
             return self.run_by_rules(call)
         hooks = saved_tensors_hooks(self.pack_hook(), unpack)
@@ -279,6 +279,7 @@ class Advised(Recording):
             registry.log.is_on = was_on
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
+        """Decide whether a result gets a recipe: as its site advises, or by the rules if it does not."""
         if not call.is_advised:
             super().decide(rule, call, result)
             return

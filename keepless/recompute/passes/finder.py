@@ -79,6 +79,7 @@ class Finder:
         return values
 
     def __call__(self, tensor: Tensor, may_keep: bool = False) -> Any:
+        """What the recipe reads for an argument: see the class. `may_keep`: it may be kept though it is not small."""
         if self.room is not None:
             return self._find_argument(tensor, may_keep, self.room)
         registry = self.registry
@@ -350,7 +351,7 @@ def _source_of_copy(registry: Registry, argument: Tensor, copy: Tensor) -> Value
         # An earlier pass has found that it is worth while.
         keeps_argument = value is None and not (is_parameter(argument) or call.overwrites)
         return registry.keep(argument) if keeps_argument else value
-    registry.storages.note_all()
+    registry.storages.note_unnoted()
     most = _COPIES_ARE_WORTH * copy.nbytes if registry.by_plan else copy.nbytes
     return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 
@@ -361,7 +362,7 @@ def _of_equal_copy(registry: Registry, value: Value | None, argument: Tensor, co
     Kernels round otherwise for other strides, so argument and copy are each restored with their own.
     """
     call = registry.call
-    registry.storages.note_all()
+    registry.storages.note_unnoted()
     is_fixed = value is not None and registry.is_fixed(value, argument)
     is_alike = copy.stride() == argument.stride()
     if value is None or is_fixed or (value.is_unread and not is_alike and call and call.overwrites):

@@ -141,11 +141,5 @@ def saves_dropped_outside_calls(references: Sequence[Any]) -> bool:
 
     It does if it is dropped, or if a recipe may read it. `references`: weak ones, to the `Saved`s that autograd holds.
     """
-    for reference in references:
-        saved = reference()
-        if saved is None:
-            continue
-        is_dropped = not _is_kept_view(saved.value)
-        if is_dropped or base_of(saved.value).may_be_read():
-            return True
-    return False
+    saves = [saved for saved in [reference() for reference in references] if saved is not None]
+    return any([not _is_kept_view(saved.value) or base_of(saved.value).may_be_read() for saved in saves])

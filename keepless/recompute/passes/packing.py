@@ -65,9 +65,10 @@ def is_simple(registry: Registry, tensor: Tensor) -> bool:
     size = tensor.numel()
     if isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and size < registry.short_length):
         return True
+    if tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_row_count:
+        return True
     is_of_vector = base is not None and base.ndim < 2 and base.numel() < registry.short_row_count
-    is_of_vector = is_of_vector and address(tensor.untyped_storage()) not in registry.storages.input_addresses
-    return is_of_vector or (tensor.ndim > 1 and tensor.size(-1) == 1 and size < registry.short_row_count)
+    return is_of_vector and address(tensor.untyped_storage()) not in registry.storages.input_addresses
 
 
 def make_sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None) -> Value | None:

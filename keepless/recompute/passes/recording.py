@@ -278,7 +278,7 @@ class Recording(TorchFunctionMode):
     def begin_writing(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Overwriting]:
         """Before a call that may write over tensors: copy what recipes read from their memory."""
         registry = self.registry
-        registry.storages.note_all()
+        registry.storages.note_unnoted()
         tensors = [unwrapped(tensor) for tensor in overwritten(function, args, kwargs)]
         writes = [
             begin_overwriting(tensor, registry.storages.memories, registry.outer)

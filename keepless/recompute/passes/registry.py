@@ -77,7 +77,7 @@ class Storages:
         storage = tensor.untyped_storage()  # the tensor and this object use it
         return storage_uses(address(storage)) > 2 or self.memories.get(storage) is not None
 
-    def note(self, value: Value | Kept, storage: UntypedStorage) -> None:
+    def note_kept(self, value: Value | Kept, storage: UntypedStorage) -> None:
         """Note that a value, or a tensor that recipes read, is kept in a storage."""
         by_address = self.memories.by_address  # in place of `get` and `put`, which are calls
         place = address(storage)
@@ -87,7 +87,7 @@ class Storages:
             by_address[place] = weakref.ref(storage), memory
         memory.values += (weakref.ref(value),)
 
-    def note_all(self) -> None:
+    def note_unnoted(self) -> None:
         """Note the memories of what recipes read: before a call that writes, and before rules ask what is kept."""
         while self.unnoted:
             value = self.unnoted.pop()
@@ -99,7 +99,7 @@ class Storages:
             if isinstance(value, Value):
                 value.storage = address(storage)
                 value.bytes = storage.nbytes()
-            self.note(value, storage)
+            self.note_kept(value, storage)
 
     def keep_in_place(self, tensor: Tensor) -> Kept:
         """Keep a tensor that stays anyway, such as a parameter, for a recipe: copied before a call writes over it.
@@ -205,24 +205,24 @@ class Registry:
         """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
         stays = is_parameter(tensor) or (tensor.is_leaf and tensor.requires_grad)
-        bytes = 0 if stays else storage.nbytes()
+        kept_bytes = 0 if stays else storage.nbytes()
         # An alias of a tensor that the pass has made without a gradient, which would live until its end otherwise.
         is_alias = not (stays or tensor.requires_grad) and bool(self.storages.makers.get(storage))
-        value = Value(self.kept_class(tensor.detach() if is_alias else tensor, None), address(storage), bytes)
+        value = Value(self.kept_class(tensor.detach() if is_alias else tensor, None), address(storage), kept_bytes)
         value.why = self.log.why_kept(tensor)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.storages.note(value, storage)
+        self.storages.note_kept(value, storage)
         return self.remember(tensor, value)
 
     def keep_copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Value:
         """Keep a copy of a tensor, as it may change; of indices that a call saves, in a smaller dtype."""
         if dtype is None:
-            bytes = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
-            return Value(Kept(copied(tensor), self.outer), bytes=bytes)
+            copy_bytes = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+            return Value(Kept(copied(tensor), self.outer), bytes=copy_bytes)
         indices = tensor.to(dtype)
         value = Value(Kept(indices, self.outer), address(indices.untyped_storage()), indices.nbytes)
         self.log.note(value, indices)
@@ -233,7 +233,7 @@ class Registry:
         if value.is_unread:
             value.source = self.kept_class(copy, None)
             value.storage = self.place(copy)
-            self.storages.note(value, copy.untyped_storage())
+            self.storages.note_kept(value, copy.untyped_storage())
 
     def place(self, tensor: Tensor) -> int:
         """Identifies a tensor's memory: the address of its storage."""
@@ -274,7 +274,7 @@ class Registry:
 
     def read_as_pytorch(self, tensor: Tensor) -> None:
         """Let autograd read what it has saved of a tensor's memory from there. Recipes get copies."""
-        self.storages.note_all()
+        self.storages.note_unnoted()
         storage = tensor.untyped_storage()
         memory = self.storages.memories.get(storage)
         if memory is not None:
