@@ -55,7 +55,7 @@ class Site:
 
 
 NOWHERE = -1  # number of sites without a place: see `Advice.no_grad_sites`
-END = Site(None, Row(), NOWHERE, 0, advice=0)  # after the last call
+NO_SITE = Site(None, Row(), NOWHERE, 0, advice=0)
 
 
 class Advice:
@@ -63,7 +63,7 @@ class Advice:
 
     def __init__(self) -> None:
         self.root = Site(None, Row(), 0, 0)
-        self.root.next = END
+        self.root.next = self.end = Site(None, Row(), NOWHERE, 0, advice=0)  # before the first call, after the last
         self.is_new = True  # until its first pass has ended
         # Calls under `no_grad` have no place, as their number may vary: one site for all of a function, and no bytes.
         self.no_grad_sites: dict[Any, Site] = {}
@@ -73,13 +73,8 @@ class Advice:
         self.has_hooks = False  # hooks are around the whole pass, as dropped tensors are saved outside of calls
         # Of the first pass
         self.node_count = 0  # nodes that autograd made
-        self.nodes_and_cuts = 0  # with calls that cut the graph
         self.result_bytes = 0  # of counted results
         self.added_nodes = 0  # of calls that were added later
-
-    def nodes_before(self, site: Site) -> int:
-        """Nodes and cuts that the first pass had made before a site, or in all before `END`."""
-        return self.nodes_and_cuts if site is END else site.nodes_before
 
     def find_site(self, last_site: Site, function: Callable[..., Any], args: tuple[Any, ...]) -> Site | None:
         """The site of a call that does not come next: other calls may be missing, or new."""

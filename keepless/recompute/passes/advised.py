@@ -27,7 +27,7 @@ from ..table.functions import EXPOSE, Row, row_of
 from ..table.rules import NotRepeated, Rule
 from ..table.writes import FIRST, INPLACE, may_overwrite
 from . import advice as bits
-from .advice import COUNT, DROP, END, FLAT, HOOKS, KEEP, MEMORY, NOWHERE, SIGNS, Advice, Site
+from .advice import COUNT, DROP, FLAT, HOOKS, KEEP, MEMORY, NO_SITE, NOWHERE, SIGNS, Advice, Site
 from .finder import DERIVING, Finder, derive_by_advice
 from .learning import Note, saves_dropped_outside_calls
 from .packing import is_simple, make_holder, make_sign_mask
@@ -85,7 +85,7 @@ class Advised(Recording):
         self.notes: list[Note] = []
         self.unknown_sites: list[Site] = []
         # The running call
-        self.site: Site = END
+        self.site: Site = NO_SITE
         self.saved_leaves: list[Tensor] = []  # such as parameters
         self.result_candidates: list[tuple[Tensor, Value]] = []  # saved tensors that may be its result, and values
         self.arguments: tuple[Any, ...] = ()
@@ -104,11 +104,11 @@ class Advised(Recording):
     def forget(self, has_raised: bool) -> None:
         self.node_count = next_node_number() - self.registry.storages.first_node_number
         if not self.is_first:
-            self._count_skipped(END)
+            self._count_skipped(self.advice.end)
         super().forget(has_raised)
         if not (self.is_first or self.has_left_plan):
             self.kept = [*self.earlier, *self.kept]
-        self.last_site = END  # after Ctrl-C, it may still see calls
+        self.last_site = NO_SITE  # after Ctrl-C, it may still see calls
         self.no_grad_sites = {}
         self.__dict__.pop("packing", None)  # PyTorch holds it, and so this object, as long as the graph
         self.saved_leaves.clear()
@@ -119,7 +119,7 @@ class Advised(Recording):
         if _is_compiling():
             return function(*args, **(kwargs or {}))
         has_place = _is_grad_enabled()
-        site = self.last_site.next if has_place else self.no_grad_sites.get(function, END)
+        site = self.last_site.next if has_place else self.no_grad_sites.get(function, NO_SITE)
         if site.function is function and (not types or PLAIN.issuperset(types)):
             if has_place:
                 self.last_site = site
@@ -168,7 +168,7 @@ class Advised(Recording):
             nodes_before = next_node_number() - self.registry.storages.first_node_number + self.cut_count
             site = advice.add_site(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
-            site.next = END
+            site.next = advice.end
         return site
 
     def _count_skipped(self, site: Site) -> None:
@@ -176,8 +176,7 @@ class Advised(Recording):
 
         A missing cut counts, too, because what follows has a longer graph, though it makes no more nodes.
         """
-        advice = self.advice
-        self.skipped_nodes += advice.nodes_before(site) - advice.nodes_before(self.last_site.next)
+        self.skipped_nodes += site.nodes_before - self.last_site.next.nodes_before
 
     def run_by_advice(self, site: Site, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as its site advises."""
@@ -232,7 +231,7 @@ class Advised(Recording):
             self.reveals_calls = True
             if self.elsewhere is None:
                 self.hold_elsewhere(0, result.nbytes)
-                self.last_site = END
+                self.last_site = self.advice.end
         if self.result_bytes > self.last_site.most_bytes:
             self._handle_excess(self.last_site, result.nbytes)
 
@@ -245,7 +244,7 @@ class Advised(Recording):
             site.most_bytes = int(MORE * self.result_bytes)
         elif self.elsewhere is None and self.result_bytes > site.most_bytes + self.slack:
             self.hold_elsewhere(self.result_bytes - site.most_bytes, size)
-            self.last_site = END  # no further call has a site
+            self.last_site = self.advice.end  # no further call has a site
 
     # Calls about which the rules decide
 
@@ -340,12 +339,12 @@ class Advised(Recording):
         advice = self.advice
         advice.has_hooks = saves_dropped_outside_calls(self.registry.saved_outside)
         advice.node_count = self.node_count
-        advice.nodes_and_cuts = self.node_count + self.cut_count
+        advice.end.nodes_before = self.node_count + self.cut_count
         scale = 1 / self.growth if 0 < self.growth < 1 else 1.0  # as many bytes as planned are within the budget
         advice.result_bytes = int(scale * self.result_bytes)
         most = 0
         site = advice.root.next
-        while site is not END:
+        while site is not advice.end:
             most = max(int(scale * site.most_bytes), most)
             site.most_bytes = most
             site = site.next

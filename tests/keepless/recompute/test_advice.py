@@ -315,6 +315,23 @@ def test_advice_grows_to_a_few_times_that_of_the_first_pass():
     assert advice.site_count == 4 * advice.first_count + 1
 
 
+def test_a_new_call_at_the_end_hides_no_longer_graph():
+    """Functions of the program's own are not seen as calls, so a pass counts the nodes of its graph."""
+    advice, x = Advice(), torch.randn(2, 4, requires_grad=True)
+
+    def is_longer(product_count: int, has_new_call: bool) -> bool:
+        with Advised(advice, inputs=[x]) as recording:
+            y = torch.sigmoid(x * 2)
+            for _ in range(product_count):
+                y = Product.apply(y, y)
+            if has_new_call:
+                y.tanh()
+        recording.learn(fits=False)
+        return recording.is_outdated
+
+    assert [is_longer(0, False), is_longer(0, True), is_longer(0, True), is_longer(1, True)] == [False] * 3 + [True]
+
+
 def test_calls_without_gradients_have_no_place_and_no_bytes():
     """Their number may vary from step to step: the plan holds, and nothing is said."""
 
