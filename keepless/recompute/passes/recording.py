@@ -245,8 +245,7 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         row = row_of(function)
         are_plain = PLAIN.issuperset(types)
-        only_asks = row.only_asks and are_plain
-        if (only_asks and not self.outer_hooks) or self.end_if_abandoned() or only_asks:
+        if (row.only_asks and are_plain) or self.end_if_abandoned():
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._see_inside(partial(_dispatch, types), function, args, kwargs)
