@@ -107,8 +107,7 @@ class Finder:
         if storages.may_change_unseen(tensor):
             raise NotRepeated("its input may change unseen")
         copies = registry.copy_parameters and is_parameter(tensor)
-        stays = is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
-        if stays and tensor.requires_grad and not copies:
+        if tensor.requires_grad and not copies and (tensor.is_leaf or isinstance(tensor._base, nn.Parameter)):
             is_saved = self._is_saved(tensor) if by_advice else any([leaf is tensor for leaf in self.saved_leaves])
             if is_saved:
                 return storages.keep_in_place(tensor)
@@ -119,6 +118,7 @@ class Finder:
             return value
         if tensor is self.result:
             raise NotRepeated(_OVERWRITTEN)
+        stays = is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
         is_small = MUCH * _storage_bytes(tensor) <= room
         if not (is_small or ((may_keep or stays) and not copies)):
             raise NotRepeated("its input is not kept")

@@ -35,11 +35,11 @@ class Note:
     It holds neither tensors nor values, as the pass goes on.
     """
 
-    def __init__(self, call: Call, result: Any, find: Callable[[Tensor | None], Value | None]) -> None:
+    def __init__(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
         is_plain = isinstance(result, Tensor) and not result.is_nested
         node = node_of(result) if isinstance(result, Tensor) else None
         value = find(result) if is_plain else None
-        base_value = find(result._base) if is_plain else None
+        base_value = find(result._base) if is_plain and result._base is not None else None
         # Without advice, a recipe would not read the result itself, but what it is computed from, or a copy.
         self.is_special = is_plain and (result._base is not None or node is None or type(node) in DERIVING)
         self.site = call.site

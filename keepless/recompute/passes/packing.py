@@ -94,7 +94,7 @@ def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
     elif not value.consumer_count and value.is_unread:
         log.note(value, tensor)
     base = tensor._base
-    base_value = registry.find_value(base)
+    base_value = None if base is None else registry.find_value(base)
     if base is not None and base_value is not None and base_value is not value:
         if not base_value.consumer_count and isinstance(base_value.source, Kept):
             log.note(base_value, base)  # the view is computed from it

@@ -171,10 +171,10 @@ class Registry:
             self.by_id[id(tensor)] = Gone(tensor, self.freed, id(tensor)), tensor._version, value
         return value
 
-    def find_value(self, tensor: Tensor | None, *, overwrites: int = 0) -> Value | None:
+    def find_value(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
         reference, version, value = self.by_id.get(id(tensor), NOT_KNOWN)
-        if value is None or tensor is None or reference() is not tensor or version != tensor._version - overwrites:
+        if value is None or reference() is not tensor or version != tensor._version - overwrites:
             return None
         return value
 
