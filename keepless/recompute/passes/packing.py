@@ -1,6 +1,7 @@
 """Pack the tensors that autograd saves in a recorded pass: as they are, as shapes, or as values."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +94,10 @@ def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
         value = _keep_for_views(registry, tensor, call)
     elif not value.consumer_count and value.is_unread:
         log.note(value, tensor)
-    base = tensor._base
+    base: Any = tensor._base
     base_value = None if base is None else registry.find_value(base)
-    if base is not None and base_value is not None and base_value is not value:
-        if not base_value.consumer_count and isinstance(base_value.source, Kept):
+    if base_value is not None and base_value is not value and not base_value.consumer_count:
+        if isinstance(base_value.source, Kept):
             log.note(base_value, base)  # the view is computed from it
     saved = Saved(value, registry.storages.memories, tensor)
     serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
@@ -113,9 +114,9 @@ def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
 
 def _keep_for_views(registry: Registry, tensor: Tensor, call: Call) -> Value:
     """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
-    base = tensor._base
+    base: Any = tensor._base
     is_base = base is not None and base.numel() == tensor.numel() and registry.storages.is_made(base)
-    kept = base if base is not None and is_base else tensor
+    kept = base if is_base else tensor
     value = registry.keep(kept)
     value.why = value.why or registry.log.why_kept(tensor)
     registry.log.note(value, kept)
