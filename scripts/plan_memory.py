@@ -43,7 +43,6 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     share = planner.crops_per_device(config, devices)
     budget = config.memory.available(devices)
     step = config
-    fitting: dict[str, TrainingRun] = {}
     if budget is not None and config.trainer.recompute == "budget":
         memory, _, remark = planner.memory_within_budget(config, devices)
         step = replace(config, memory=memory)
@@ -53,20 +52,12 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     if budget is not None:
         verdict = f"This step {'does not fit' if exceeds_budget else 'fits'} into memory.budget={config.memory.budget}"
         console.print(f"{verdict}: less {deductions(devices)}, {size_text(budget)} are left for tensors.")
-    on_devices = "on one device" if devices == 1 else f"on each of {devices} devices"
-    if config.trainer.accumulation_steps > 1:
-        on_devices += f", in {config.trainer.accumulation_steps} micro-batches"
     crops = f"{share} crops of {planner.crop_text(config.data)} pixels"
-    console.print(f"{crops} {on_devices}: {size_text(trace.peak)}, most in: {trace.place}")
+    console.print(f"{crops} {place_of(config, devices)}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"saved for backward: {size_text(trace.kept)}")
-    if config.memory.fit is not None:
-        fitting = fitting_configs(config, devices, console)
-        paper = FITS[config.memory.fit].replace("_", " ")
-        limit = max(planner.limit_of_images(config_of_norm, devices) for config_of_norm in fitting.values())
-        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {on_devices}{limit}:")
-        console.print(fit_table(fitting, devices))
+    fitting = {} if config.memory.fit is None else print_fits(config, devices, console)
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
@@ -76,6 +67,24 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
             f"memory.budget={config.memory.budget}: this step needs {size_text(trace.peak)}; memory.fit=batch or "
             f"memory.fit=crop finds what fits"
         )
+    return fitting
+
+
+def place_of(config: TrainingRun, devices: int) -> str:
+    """Where a step's crops are: "on each of 4 devices, in 2 micro-batches"."""
+    place = "on one device" if devices == 1 else f"on each of {devices} devices"
+    parts = config.trainer.accumulation_steps
+    return f"{place}, in {parts} micro-batches" if parts > 1 else place
+
+
+def print_fits(config: TrainingRun, devices: int, console: Console) -> dict[str, TrainingRun]:
+    """Print the largest minibatches that fit, by norm; return them. ValueError: see `fitting_configs`."""
+    assert config.memory.fit is not None
+    fitting = fitting_configs(config, devices, console)
+    paper = FITS[config.memory.fit].replace("_", " ")
+    limit = max(planner.limit_of_images(config_of_norm, devices) for config_of_norm in fitting.values())
+    console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {place_of(config, devices)}{limit}:")
+    console.print(fit_table(fitting, devices))
     return fitting
 
 
