@@ -128,12 +128,13 @@ def _doubts_of_depth(images: str, uses: Sequence[Use], range16: Range16, keys: s
         reasons.append(f"have up to {share:.0%} of an image's pixels outside of {low} to {high}, made black or white")
     if not reasons:
         return
+    advised = _advised_range16(varying, range16s, {*few, *outside})
     if bits == 8:
         cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
-    else:
-        advised = _advised_range16(varying, range16s, {*few, *outside})
+    elif keys is None:
         cure = f"the training had other images; store these alike, or train another network with {advised}"
-        cure = cure if keys is None else f"give {keys}{advised}"
+    else:
+        cure = f"give {keys}{advised}"
     yield f"{images} {', and '.join(reasons)}: {cure}"
 
 

@@ -319,9 +319,9 @@ def decode_window(file: Stored, window: Window, *colour_types: int) -> np.ndarra
     image ends there. (OpenCV would still inflate the rest of a PNG, and complain about the rest of a JPEG.)
     """
     rows, columns = window
-    if file.png_kind is not None and file.png_kind[1] != formats.PALETTE:
-        if rows.stop > _NEARLY_ALL * formats.png_size(file.data)[1]:
-            return None
+    is_plain_png = file.png_kind is not None and file.png_kind[1] != formats.PALETTE
+    if is_plain_png and rows.stop > _NEARLY_ALL * formats.png_size(file.data)[1]:
+        return None
     with suppress(OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError):  # damaged: see the whole
         if file.format == "PNG":
             down_to = formats.png_down_to(file.data, rows.stop, colour_types)

@@ -32,7 +32,7 @@ def sources_of(
     folder = labels.folder
     if not add:
         _check_lists(root, folder, lists)
-    images = listable_images(root, labels)
+    images = listable_images(labels)
     unlabelled = {*labels.unlabelled}
     withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
@@ -66,8 +66,8 @@ def _check_lists(root: Path, folder: Path, lists: Iterable[str]) -> None:
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
 
 
-def listable_images(root: Path, labels: LabelFiles) -> dict[str, Path]:
-    """{name: path} of the images in `root`/images, by the names that lists have."""
+def listable_images(labels: LabelFiles) -> dict[str, Path]:
+    """{name: path} of the images in the folder that lists may name, by the names that lists have."""
     folder = labels.folder
     paths = [path for path in (*labels.images.values(), *labels.unlabelled) if path is not None]
     below = {path: path.relative_to(folder) for path in paths if folder in path.parents}
@@ -76,7 +76,7 @@ def listable_images(root: Path, labels: LabelFiles) -> dict[str, Path]:
 
 def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    images = listable_images(root, labels)
+    images = listable_images(labels)
     unlabelled = {*labels.unlabelled}
     labelled = {name: path for name, path in images.items() if path not in unlabelled}
     names = names_on_no_list(root, root / WITHHELD, labelled)
@@ -91,7 +91,7 @@ def parts_of(
     `lists`: {name: (part, whether it holds this part)}. ValueError: a list cannot be read, or two parts have images of
     one source of `sources`.
     """
-    images = listable_images(root, labels)
+    images = listable_images(labels)
     parts = dict[str, str]()
     first_of_source = dict[str, tuple[str, str]]()  # the part, and the image
     for stem, (part, holds_part) in lists.items():

@@ -217,8 +217,8 @@ def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
         for z in _steps(rng.uniform(8, 14), 45, rng.uniform(8, 16)):
             if rng.random() < 0.6:
                 placed.append((z, draw_tree, side * (walk + 0.4)))
-        for z in _steps(rng.uniform(7, 11), 26, rng.uniform(5, 9)):
-            placed.append((z, (draw_sign, draw_light, draw_lamp)[rng.integers(3)], side * (road + 0.5)))
+        places = _steps(rng.uniform(7, 11), 26, rng.uniform(5, 9))
+        placed += [(z, (draw_sign, draw_light, draw_lamp)[rng.integers(3)], side * (road + 0.5)) for z in places]
         if rng.random() < 0.3:
             placed.append((rng.uniform(8, 15), draw_bin, side * (walk - 0.5)))
     return placed
