@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.file_list import composed
+from datasets.file_list import composed, printable
 from datasets.folder import WITHHELD, LabelFiles, names_on_list, names_on_no_list, split_folders
 from datasets.layout import first_of
 
@@ -26,16 +26,18 @@ def sources_of(
     Images on the list of a test split are left out. An image's source is what the first group of the regular expression
     `group` matches in its name; None: the image itself. `key`: the option that gave it. `add`: the lists are there, and
     images of sources on the list of a test split are left out, too.
-    ValueError: a list, or a split of its name, is there, unless to `add`; an image has no source; there are fewer
-    sources than `parts`.
+    ValueError: a list, or a split of its name, is there (to `add`: is not); an image cannot be listed, or has no
+    source; there are fewer sources than `parts`.
     """
     folder = labels.folder
-    if not add:
-        _check_lists(root, folder, lists)
+    _check_lists(root, folder, lists, add)
     images = listable_images(labels)
     unlabelled = {*labels.unlabelled}
     withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
     names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
+    unprintable = [name for name in names if printable(name) != name]
+    if unprintable:
+        raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
     matches = {name: re.search(group or "^(.*)$", name) for name in (*names, *withheld)}
     sources = {name: match[1] for name, match in matches.items() if match is not None and match[1] is not None}
     sourceless = [name for name in names if name not in sources]
@@ -52,14 +54,17 @@ def sources_of(
     return sources
 
 
-def _check_lists(root: Path, folder: Path, lists: Iterable[str]) -> None:
-    """ValueError if a list, or a split of its name, is there. `folder`: of the images."""
+def _check_lists(root: Path, folder: Path, lists: Iterable[str], add: bool) -> None:
+    """ValueError if a list, or a split of its name, is there; to `add`, if a list is not. `folder`: of the images."""
     splits = split_folders(folder)
     if splits:
         raise ValueError(f"{folder} holds the splits {', '.join(splits)} as folders: train on these, without lists")
     for name in lists:
         file = f"{root / name}.txt"
-        if os.path.lexists(file):
+        exists = os.path.lexists(file)
+        if add and not exists:
+            raise ValueError(f"{file} is missing: add=true adds images to lists that are there")
+        if exists and not add:
             advice = "move it elsewhere, or add=true adds new images to the lists"
             raise ValueError(f"{file} is there already, and no list is replaced: {advice}")
         if (root / name / folder.name).is_dir():

@@ -221,6 +221,16 @@ def of_other_hands(root: Path) -> None:
     (root / "split.json").write_text("[]")
 
 
+def has_lost_a_list(root: Path) -> None:
+    has_new_images(root)
+    (root / "val.txt").unlink()
+
+
+def has_a_name_of_two_lines(root: Path) -> None:
+    for kind in ("images", "labels"):
+        trees.write(root / kind / "place00" / "a\nb.png", IDS)
+
+
 @pytest.mark.parametrize(
     "begun, keys, problem",
     [
@@ -231,6 +241,12 @@ def of_other_hands(root: Path) -> None:
         (has_new_images, "split=[0.8,0.2] add=true", r"lists were written with split=\[0.5, 0.5\]: give the same"),
         (has_new_images, "split=[0.5,0.5] group=^(.*)/ add=true", "written with group=null: give the same"),
         (has_new_images, "folds=2 add=true", "folds.json, which says how the lists were made, cannot be read"),
+        (
+            has_lost_a_list,
+            "split=[0.5,0.5] add=true",
+            "val.txt is missing: add=true adds images to lists that are there",
+        ),
+        (has_a_name_of_two_lines, "folds=2", "no list can hold the names of 1 images: rename place00/"),
         (of_other_hands, "split=[0.5,0.5] add=true", "add=true: .*/split.json, which says how .*, cannot be read"),
     ],
 )
