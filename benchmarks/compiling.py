@@ -1,7 +1,7 @@
 """Contexts and backends of `torch.compile` for the benchmarks, from PyTorch's private configuration."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,13 +39,3 @@ def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budg
 
     with config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)
-
-
-@contextmanager
-def compiling(budget: float) -> Iterator[None]:
-    """Context in which `torch.compile` keeps a share of the activations, and draws the random numbers of eager mode."""
-    from torch._functorch import config
-    from torch._inductor import config as inductor
-
-    with config.patch(activation_memory_budget=budget), inductor.patch(fallback_random=True):
-        yield

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import keepless
-from benchmarks import bounds, counted, fit, layers, memory_plan, networks, repetition, reversible, steps, tables
+from benchmarks import bounds, counted, fit, layers, memory_plan, networks, reversible, steps, tables
 from benchmarks.frame import RESULTS, Benchmark, calls_text
 from benchmarks.summaries import SUMMARIES, picture
 from engine.configuration.command_line import configured
@@ -32,7 +32,7 @@ BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end --
 NAMES = ("README", "keepless/README", "docs/keepless", "docs/memory", "docs/training")
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in NAMES]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-MEASURED = (bounds, fit, layers, memory_plan, networks, repetition, reversible, steps)
+MEASURED = (bounds, fit, layers, memory_plan, networks, reversible, steps)
 BENCHMARKS = [module.BENCHMARK for module in MEASURED]
 RECORDS = {benchmark.name: file for benchmark in BENCHMARKS for file in RESULTS.rglob(f"{benchmark.name}.json")}
 KEPT = "kept"  # a block whose code is gone: its commands name the commit that has it

@@ -78,14 +78,14 @@ def methods_of(name: str, network: nn.Module, device: str, compiler: str | None)
     return methods
 
 
-def by_blocks(network: nn.Module, use_reentrant: bool = False) -> nn.Module:
+def by_blocks(network: nn.Module) -> nn.Module:
     """Activation checkpointing of every block."""
     for block in blocks_of(network):
-        block.forward = partial(_checkpointed, block.forward, use_reentrant)
+        block.forward = partial(_checkpointed, block.forward)
     return network
 
 
-def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block that saves only its inputs. They are passed one by one, so that those in lists also count as saved.
 
     While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may take others again.
@@ -96,7 +96,7 @@ def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, 
         args, kwargs = tree_unflatten(leaves, structure)
         return forward(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=use_reentrant, preserve_rng_state=not is_capturing())
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not is_capturing())
 
 
 def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:
