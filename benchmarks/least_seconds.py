@@ -14,6 +14,7 @@ time than the best one. What the program leaves out only takes more bytes or tim
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from scipy.optimize import linprog
@@ -222,32 +223,24 @@ class _Plans:
         return next((part for moment, part in reversed(self.computed[leader]) if moment <= event_index), [])
 
 
+@dataclass
 class _Moment:
-    """A moment whose bytes are limited.
+    """A moment whose bytes are limited."""
 
-    Args:
-        event_index: of the event after which it is.
-        room: bytes for values.
-        held_memories: memories that the program holds.
-        saved: values that autograd has saved.
-        is_over: the first backward pass has ended.
-    """
+    plans: _Plans
+    event_index: int  # of the event after which it is
+    room: int  # bytes for values
+    held_memories: set[int]  # that the program holds
+    saved: set[int]  # values that autograd has saved
+    is_over: bool  # the first backward pass has ended
+    keeps: dict[int, Sum] = field(default_factory=dict)  # value -> whether it is held because it is kept
+    holds: dict[int, Sum] = field(default_factory=dict)  # or because it has been computed
+    waits: dict[int, Sum] = field(default_factory=dict)  # leader -> whether it is needed, but not computed yet
 
-    def __init__(
-        self, plans: _Plans, event_index: int, room: int, held_memories: set[int], saved: set[int], is_over: bool
-    ):
-        self.plans = plans
-        self.event_index = event_index
-        self.room = room
-        self.held_memories = held_memories
-        self.saved = saved
-        self.is_over = is_over
-        self.leaders = plans.leaders
-        self.values = plans.step.values
-        self.program = plans.program
-        self.keeps: dict[int, Sum] = {}  # value -> whether it is held because it is kept
-        self.holds: dict[int, Sum] = {}  # or because it has been computed
-        self.waits: dict[int, Sum] = {}  # leader -> whether it is needed, but not computed yet
+    def __post_init__(self) -> None:
+        self.leaders = self.plans.leaders
+        self.values = self.plans.step.values
+        self.program = self.plans.program
 
     def limit(self) -> None:
         terms = self._hold_saved()
