@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks import frame
-from benchmarks.compiling import compiler_settings
 from benchmarks.counted import TITLES
 from benchmarks.measuring import WARM_UP_STEPS, Step, Steps, compiled
 from benchmarks.rows import Rows, compared, medians, relative, without_reasons
@@ -128,7 +127,7 @@ def measure(arguments: LayersArguments, dtype: str, layout: str, shape: str) -> 
     size = "x".join(map(str, cell.size))
     steps = Steps(cell.device, "strategy", shape=f"{shape} {size}", layout=layout, dtype=dtype)
     with (
-        compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
+        torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024),
         torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
     ):
         torch.manual_seed(0)

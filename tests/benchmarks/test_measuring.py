@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.compiling import compile_within
+from benchmarks.measuring import compile_within
 
 
 @pytest.mark.parametrize("drops", [False, True])
