@@ -82,16 +82,7 @@ def load_by_name(
     loaded = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
     new = [key for key in state if key not in loaded]
-    has_head = any(key.startswith("head.") for key in loaded)
-    misfits = [f"{key} has no place in the network" for key in loaded if key not in state]
-    for key, tensor in loaded.items():
-        if key in state and state[key].shape != tensor.shape:
-            misfits.append(f"{key} is {_shape_text(tensor)} in the file and {_shape_text(state[key])} in the network")
-    # The counts are used only without momentum; older programs did not save them.
-    required = (
-        key for key in new if is_of_body(key) or (has_head and key.startswith("head.") and not is_auxiliary(key))
-    )
-    misfits += [f"{key} is not in the file" for key in required if not key.endswith("num_batches_tracked")]
+    misfits = _misfits(state, loaded)
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
     bad_names = not_finite(loaded)
@@ -102,6 +93,21 @@ def load_by_name(
         )
     network.load_state_dict({**state, **loaded})
     return Loaded(source, list(loaded), skipped, new, (*remarks, *spread_remarks))
+
+
+def _misfits(state: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
+    """Why tensors cannot be loaded into a network with this state: no place for them, other shapes, missing ones."""
+    misfits = [f"{key} has no place in the network" for key in loaded if key not in state]
+    for key, tensor in loaded.items():
+        if key in state and state[key].shape != tensor.shape:
+            misfits.append(f"{key} is {_shape_text(tensor)} in the file and {_shape_text(state[key])} in the network")
+    has_head = any(key.startswith("head.") for key in loaded)
+    for key in state:
+        is_required = is_of_body(key) or (has_head and key.startswith("head.") and not is_auxiliary(key))
+        # The counts are used only without momentum; older programs did not save them.
+        if is_required and key not in loaded and not key.endswith("num_batches_tracked"):
+            misfits.append(f"{key} is not in the file")
+    return misfits
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

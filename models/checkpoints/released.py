@@ -94,19 +94,8 @@ def weights_in(
 
     ValueError: the content has another layout, the scale is wrong, or it is not known.
     """
-    if scale not in (None, *SCALES):
-        raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
     tensors, name_remarks = _tensors(content, name)
-    released = released_file(path)
-    if released is not None and scale not in (None, released.scale):
-        raise ValueError(f"{key}={scale} is wrong for {name}, {released}; leave it out, or give {key}={released.scale}")
-    used_scale = released.scale if released else scale or otherwise
-    if used_scale is None:
-        raise ValueError(
-            f"{name} is none of the released files, so its scales are not known: give {key}=released if it is of a "
-            f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
-            f"its standard layers (scale weight)"
-        )
+    used_scale, why = _scale_of(path, name, scale, otherwise, key)
     counters = [tensor_name for tensor_name in tensors if tensor_name.endswith("num_batches_tracked")]
     if used_scale == "released" and counters:
         raise ValueError(
@@ -114,12 +103,29 @@ def weights_in(
             f"network with standard batch normalisation"
         )
     meaning = "|weight| + eps" if used_scale == "released" else "weight"
-    if released is not None:
-        why = f"it is {released}"
-    else:
-        why = "the default for other files" if scale is None else f"as {key} says"
     remark = f"norms scale by {meaning} ({used_scale}): {why}"
     return ReleasedWeights(tensors, used_scale, (remark, *name_remarks))
+
+
+def _scale_of(path: Path, name: str, scale: str | None, otherwise: str | None, key: str) -> tuple[str, str]:
+    """The scale of a file, and why it has this one. Arguments as for `weights_in`."""
+    if scale not in (None, *SCALES):
+        raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
+    released = released_file(path)
+    if released is not None:
+        if scale not in (None, released.scale):
+            cure = f"leave it out, or give {key}={released.scale}"
+            raise ValueError(f"{key}={scale} is wrong for {name}, {released}; {cure}")
+        return released.scale, f"it is {released}"
+    if scale is not None:
+        return scale, f"as {key} says"
+    if otherwise is not None:
+        return otherwise, "the default for other files"
+    raise ValueError(
+        f"{name} is none of the released files, so its scales are not known: give {key}=released if it is of a "
+        f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
+        f"its standard layers (scale weight)"
+    )
 
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:

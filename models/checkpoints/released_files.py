@@ -1,6 +1,7 @@
 """The files of the paper's authors; the README of their release links them."""
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +57,6 @@ def released_file(path: Path) -> ReleasedFile | None:
     """The released file with the md5 of `path`; None if there is none."""
     md5 = hashlib.md5()
     with open(path, "rb") as file:
-        while chunk := file.read(2**20):
+        for chunk in iter(partial(file.read, 2**20), b""):
             md5.update(chunk)
     return next((file for file in RELEASED_FILES if file.md5 == md5.hexdigest()), None)
