@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,14 @@ _EXPECTED = "expected a network of convolutions, such as resnet50 or convnext_ti
 _RELU = partial(ABN, activation="relu")
 
 
+class FeatureEnd(NamedTuple):
+    """A feature, and where it ends."""
+
+    feature: Feature
+    part_count: int  # parts that make it
+    is_channels_last: bool  # it is made as (N, H, W, C)
+
+
 class LibraryBody(Body):
     """The features of a classification network of another library: its modules run one after the other.
 
@@ -41,8 +49,8 @@ class LibraryBody(Body):
     multiple of the output stride if the network would round sizes down, or refuse them.
 
     Args (in addition to `Body`):
-        make: network -> its modules by name, in the order in which they run; with `in_channels` other than three, it
-            gets these as well.
+        make: name of a network and number of its images' channels -> its modules by name, in the order in which they
+            run.
         network: its name in the library, such as resnet50.
         last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
             the last stages, whose features describe whole images, and which cost most when dilated.
@@ -69,7 +77,7 @@ class LibraryBody(Body):
         output_stride: int = 32,
         *,
         in_channels: int = 3,
-        make: Callable[..., Mapping[str, nn.Module]],
+        make: Callable[[str, int], Mapping[str, nn.Module]],
         network: str,
         last: str | None = None,
         own_momentum: bool = False,
@@ -79,22 +87,25 @@ class LibraryBody(Body):
         default_tensor = torch.empty(0)  # on the default device, perhaps fake
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers = make(network) if in_channels == 3 else make(network, in_channels=in_channels)
+            layers = make(network, in_channels)
             self.left_out: tuple[str, ...] = ()
             if last is not None:
                 layers, self.left_out = _cut_after(layers, last, f"last={last}: {network}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
-            self.classifier = None
-            self.rounds_up = True
             example = torch.zeros(1, in_channels, SIDE, SIDE)
-            channels, self.output_stride = self._dilate_parts(example, output_stride, network)
-            self.rounds_up = self._takes_odd_sizes(in_channels)
+            self._ends = _dilate(self.eval().parts(), example, output_stride, network)
+            self._feature_info = tuple(end.feature for end in self._ends)
+            last_feature = self._ends[-1].feature
+            self.output_stride = last_feature.stride
+            self.rounds_up = self._rounds_up(in_channels)
+            self.classifier = None  # examples run the features alone
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
-            self.remarks = ends + _exchange_activations(self, norm_act)
-            self.remarks += _exchange_norms(self.train(), norm_act, own_momentum, network, instead)
-            self.add_classifier(channels, classes)
+            activation_remarks = _exchange_activations(self, norm_act)
+            norm_remarks = _exchange_norms(self.train(), norm_act, own_momentum, network, instead)
+            self.remarks = ends + activation_remarks + norm_remarks
+            self.add_classifier(last_feature.channels, classes)
             if self.classifier is not None:
                 initialise(self.classifier)
         if type(default_tensor) is not Tensor or default_tensor.is_meta:
@@ -103,24 +114,28 @@ class LibraryBody(Body):
             self.to(default_tensor.device)
 
     @torch.no_grad()
-    def _takes_odd_sizes(self, in_channels: int) -> bool:
+    def _rounds_up(self, in_channels: int) -> bool:
         """Whether the network rounds sizes up: one pixel more leaves a remainder at every stride."""
         try:
-            features = self(torch.zeros(1, in_channels, SIDE + 1, SIDE + 1))
+            maps = self._unpadded_maps(torch.zeros(1, in_channels, SIDE + 1, SIDE + 1), [len(self._ends)])
         except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
             return False
-        return features.shape[2] == SIDE // self.output_stride + 1
+        return maps[0].shape[2] == SIDE // self.output_stride + 1
 
     def maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """See `Body.maps`. ValueError: a later part writes over one of them."""
         if not self.rounds_up:
             height, width = images.shape[2:]
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
+        return self._unpadded_maps(images, ends)
+
+    def _unpadded_maps(self, images: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """`maps` of images whose sizes the network does not round down."""
         feature_ends = [self._ends[end - 1] for end in ends]
-        bounds = pairwise([0, *(end for end, _ in feature_ends)])  # numbers of parts
+        bounds = pairwise([0, *(end.part_count for end in feature_ends)])
         segments = [partial(self._run_parts, begin, end) for begin, end in bounds]
         features = [x for (x,) in run_blocks(segments, images, "none", range(1, len(segments) + 1))]
-        return [x.movedim(-1, 1) if is_last else x for x, (_, is_last) in zip(features, feature_ends, strict=True)]
+        return [x.movedim(-1, 1) if end.is_channels_last else x for x, end in zip(features, feature_ends, strict=True)]
 
     def _run_parts(self, begin: int, end: int, x: Tensor) -> Tensor:
         """Run parts from `begin` to `end`. Layers before the first block and after the last are never checkpointed.
@@ -128,7 +143,7 @@ class LibraryBody(Body):
         With `sqrt`, L is the number of blocks between two features."""
         if self.recompute == "none":
             return chain(*self._modules_between(begin, end), x)
-        parts = self.parts()
+        parts = [*self.parts().values()]
         blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
         # Layers belong to the block after them: an activation may overwrite its input, which is not to be saved.
         cuts = [min(max(cut, begin), end) for cut in (blocks[0], *(index + 1 for index in blocks))]
@@ -142,86 +157,18 @@ class LibraryBody(Body):
         index = 0
         for name in self.order:
             module = getattr(self, name)
-            parts = [part for _, part in _parts(name, module)]
+            parts = [*_parts_of(name, module).values()]
             is_whole = begin <= index and index + len(parts) <= end
             modules += [module] if is_whole else parts[max(begin - index, 0) : max(end - index, 0)]
             index += len(parts)
         return modules
 
-    def parts(self) -> list[nn.Module]:
-        """The blocks, and the single layers before and after them, in the order in which they run."""
-        return [part for _, part in self.named_parts()]
-
-    def named_parts(self) -> list[tuple[str, nn.Module]]:
-        """`parts` with their names."""
-        return [pair for name in self.order for pair in _parts(name, getattr(self, name))]
-
-    @torch.no_grad()
-    def _dilate_parts(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
-        """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride.
-
-        Sets `feature_info` (features, which no part after them overwrites), and `_ends`: the numbers of parts where
-        they end, and whether they are (N, H, W, C).
-        """
-        dilation = 1
-        pooling = ""  # the type of the first part that strides and cannot be dilated
-        names = [name for name, _ in self.named_parts()]
-        features: list[Feature] = []
-        self._ends: list[tuple[int, bool]] = []
-
-        def note(end: int, output: Tensor) -> None:
-            name = _name_of_feature(names[end - 1], names, features)
-            y = _channels_first(output)
-            features.append(Feature(name, y.shape[1], SIDE // y.shape[-1]))
-            self._ends.append((end, y is not output))
-
-        try:
-            for index, part in enumerate(self.eval().parts()):
-                version = x._version
-                y = part(x)
-                if index and _cells(y) < _cells(x) and x._version == version:
-                    note(index, x)
-                stride = _cells(x) // _cells(y) if SIDE > output_stride * _cells(y) else 1
-                if dilation * stride > 1:
-                    _dilate_part(part, x, dilation, stride)
-                    try:
-                        y = part(x)
-                        dilation *= stride
-                    except RuntimeError:  # its shortcut pools, and still strides
-                        pooling = pooling or type(part).__name__
-                if SIDE > output_stride * _cells(y):
-                    pooling = pooling or type(part).__name__
-                x = y
-            note(len(names), x)
-            cells = _cells(x)
-        except Exception as error:  # a module may raise anything
-            raise ValueError(
-                f"{network} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
-                f"{_EXPECTED}"
-            ) from error
-        self._feature_info = tuple(features)
-        self._check_strides(network, cells, pooling, output_stride)
-        return features[-1].channels, SIDE // cells
-
-    def _check_strides(self, network: str, cells: int, pooling: str, output_stride: int) -> None:
-        """ValueError: an image does not end in a whole number of cells, or `pooling`, a type, cannot be dilated."""
-        stride, remainder = divmod(SIDE, cells)
-        if remainder:
-            raise ValueError(f"{network} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
-        if pooling and any(is_last for _, is_last in self._ends):
-            raise ValueError(
-                f"{network} merges patches and attends within windows, so it can neither be dilated nor take images of "
-                f"any size: choose a convolutional network, such as convnext_tiny"
-            )
-        if pooling:
-            ours = ", or the body densenet121 of this project" if "densenet" in network else ""
-            raise ValueError(
-                f"{network} cannot be dilated to output_stride={output_stride}, because its {pooling} strides without "
-                f"a convolution: give output_stride={stride}{ours}"
-            )
+    def parts(self) -> dict[str, nn.Module]:
+        """The blocks, and the single layers before and after them, by name, in the order in which they run."""
+        return {name: part for module in self.order for name, part in _parts_of(module, getattr(self, module)).items()}
 
 
-def _torchvision_layers(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
+def _torchvision_layers(network: str, in_channels: int) -> dict[str, nn.Module]:
     from torchvision import models
 
     _check_name(network, models.list_models(models), "torchvision")
@@ -232,7 +179,7 @@ def _torchvision_layers(network: str, in_channels: int = 3) -> dict[str, nn.Modu
     return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
 
 
-def _timm_layers(network: str, in_channels: int = 3) -> dict[str, nn.Module]:
+def _timm_layers(network: str, in_channels: int) -> dict[str, nn.Module]:
     """The layers of a network's last features, by `features_only=True`."""
     try:
         import timm
@@ -311,24 +258,87 @@ def _cells(square: Tensor) -> int:
     return _channels_first(square).shape[-1]
 
 
-def _parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The named children of a module that runs them in order; a module of single layers stays whole."""
-    children = list(module.children())
+def _parts_of(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module that runs them in order, by name; a module of single layers stays whole."""
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not in_order or not any(child._modules for child in children):
-        return [(name, module)]
-    return [part for child_name, child in module.named_children() for part in _parts(f"{name}.{child_name}", child)]
+    if not in_order or not any(child._modules for child in module.children()):
+        return {name: module}
+    parts: dict[str, nn.Module] = {}
+    for child_name, child in module.named_children():
+        parts |= _parts_of(f"{name}.{child_name}", child)
+    return parts
 
 
-def _name_of_feature(part: str, names: Sequence[str], earlier: Sequence[Feature]) -> str:
-    """The name of the largest module that ends with a part and has no earlier feature."""
-    while "." in part:
-        parent = part.rpartition(".")[0]
-        *_, last = (name for name in names if name.startswith((f"{part}.", f"{parent}.")))
-        if not f"{last}.".startswith(f"{part}.") or any(feature.name.startswith(f"{parent}.") for feature in earlier):
+@torch.no_grad()
+def _dilate(parts: Mapping[str, nn.Module], x: Tensor, output_stride: int, network: str) -> list[FeatureEnd]:
+    """Turn strides beyond `output_stride` into dilation. Returns the features before each stride, and the last one.
+
+    x: an example, (1, C, SIDE, SIDE). ValueError: see `LibraryBody`.
+    """
+    dilation = 1
+    undilated_kind = ""  # the type of the first part that strides and cannot be dilated
+    names = list(parts)
+    ends: list[FeatureEnd] = []
+    try:
+        for part_count, part in enumerate(parts.values()):
+            version = x._version
+            y = part(x)
+            is_overwritten = x._version != version
+            if part_count and _cells(y) < _cells(x) and not is_overwritten:
+                ends.append(_feature_end(x, names, part_count, ends))
+            stride = _cells(x) // _cells(y) if SIDE > output_stride * _cells(y) else 1
+            if dilation * stride > 1:
+                _dilate_part(part, x, dilation, stride)
+                try:
+                    y = part(x)
+                    dilation *= stride
+                except RuntimeError:  # its shortcut pools, and still strides
+                    undilated_kind = undilated_kind or type(part).__name__
+            if SIDE > output_stride * _cells(y):
+                undilated_kind = undilated_kind or type(part).__name__
+            x = y
+        ends.append(_feature_end(x, names, len(names), ends))
+    except Exception as error:  # a module may raise anything
+        modules = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+        raise ValueError(
+            f"{network} does not run its {modules} one after the other ({type(error).__name__}): {_EXPECTED}"
+        ) from error
+    if SIDE % _cells(x):
+        raise ValueError(f"{network} has {_cells(x)} cells for {SIDE} pixels: expected a network that halves exactly")
+    if undilated_kind:
+        raise ValueError(_why_not_dilated(network, undilated_kind, output_stride, ends))
+    return ends
+
+
+def _why_not_dilated(network: str, part_kind: str, output_stride: int, ends: Sequence[FeatureEnd]) -> str:
+    """Why a network that strides in a part of some kind cannot have an output stride, and what to do."""
+    if any(end.is_channels_last for end in ends):
+        return (
+            f"{network} merges patches and attends within windows, so it can neither be dilated nor take images of "
+            f"any size: choose a convolutional network, such as convnext_tiny"
+        )
+    ours = ", or the body densenet121 of this project" if "densenet" in network else ""
+    return (
+        f"{network} cannot be dilated to output_stride={output_stride}, because its {part_kind} strides without "
+        f"a convolution: give output_stride={ends[-1].feature.stride}{ours}"
+    )
+
+
+def _feature_end(x: Tensor, names: Sequence[str], part_count: int, earlier_ends: Sequence[FeatureEnd]) -> FeatureEnd:
+    """The feature `x` of a square image after some of the parts; its name is the largest module's that ends there.
+
+    A module that has an earlier feature is too large.
+    """
+    name = names[part_count - 1]
+    while "." in name:
+        parent = name.rpartition(".")[0]
+        *_, last_part = (part for part in names if part.startswith((f"{name}.", f"{parent}.")))
+        has_feature = any(end.feature.name.startswith(f"{parent}.") for end in earlier_ends)
+        if has_feature or not f"{last_part}.".startswith(f"{name}."):
             break
-        part = parent
-    return part
+        name = parent
+    y = _channels_first(x)
+    return FeatureEnd(Feature(name, y.shape[1], SIDE // y.shape[-1]), part_count, y is not x)
 
 
 def _dilate_part(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:

@@ -424,7 +424,7 @@ def test_a_file_of_timm_that_does_not_name_its_tag_is_doubted_if_tags_differ(
     file, std = tmp_path / "net.safetensors", mean if mean == HALF else "null"
     keys = ("body=timm", f"body.network={network}", f"body.weights={file}", f"data.mean={mean}", f"data.std={std}")
     layers = {"conv": nn.Conv2d(3, 8, 3, padding=1, bias=False), "bn": nn.BatchNorm2d(8), "act": nn.ReLU()}
-    body = LibraryBody(make=lambda _: layers, network=network)
+    body = LibraryBody(make=lambda *_: layers, network=network)
     pytest.importorskip("safetensors.torch").save_file(body.state_dict(), file, stated)
     report = str(initialise(run_config("norm=std", *keys), body, CLASSES))
     assert ("trained on images with data.mean=" in report) == differs

@@ -126,7 +126,7 @@ def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
     """timm's FasterNets list a stage's blocks before the convolution that strides."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "stage": Reversed()}
     strided, dilated = (
-        LibraryBody(LEAKY, 0, stride, make=lambda _: copy.deepcopy(layers), network="it") for stride in (4, 2)
+        LibraryBody(LEAKY, 0, stride, make=lambda *_: copy.deepcopy(layers), network="it") for stride in (4, 2)
     )
     images = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(dilated(images)[:, :, ::2, ::2], strided(images))
@@ -148,10 +148,10 @@ def test_no_pixel_is_dropped_whichever_stride_rounds_down():
     """DenseNets' transitions do, and not their stem; a shortcut of timm's dla34, whose sum then fails for odd sizes."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1)}
     for layers["block"], size in ((nn.AvgPool2d(2), (66, 63)), (Shortcut(), (65, 62))):
-        body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
+        body = LibraryBody(LEAKY, 0, 32, make=lambda *_: layers, network="it")
         assert body.output_stride == 4 and body(torch.zeros(1, 3, *size)).shape[2:] == (17, 16)
     with pytest.raises(ValueError, match="output_stride=2, because its Shortcut strides .*: give output_stride=4"):
-        LibraryBody(LEAKY, 0, 2, make=lambda _: layers, network="it")
+        LibraryBody(LEAKY, 0, 2, make=lambda *_: layers, network="it")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAST])
@@ -190,7 +190,7 @@ def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
     first = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1))
     stem = {"conv1": first, "bn1": nn.BatchNorm2d(8), "act1": nn.ReLU(inplace=True)}
     layers = stem | {f"layer{number}": nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for number in range(3)}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
+    body = LibraryBody(LEAKY, 0, 32, make=lambda *_: layers, network="it")
     stored = copy.deepcopy(body)
     body.recompute = recompute
     images = torch.randn(2, 3, 8, 8)
@@ -261,7 +261,7 @@ def test_a_body_can_be_planned_and_classify(name):
 
 
 SILU = {"conv": nn.Conv2d(3, 8, 3, stride=2, padding=1), "norm": nn.BatchNorm2d(8), "act": nn.SiLU()}
-NOWHERE = {"norm_act": IN_PLACE, "make": lambda _: SILU}
+NOWHERE = {"norm_act": IN_PLACE, "make": lambda *_: SILU}
 
 
 @pytest.mark.parametrize(
