@@ -203,7 +203,7 @@ class SegmentationNetwork(nn.Module):
             raise ValueError(f"{type(self.head).__name__} returned {features.shape[1]} channels: {expected}")
         return self.cls(features)
 
-    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module | None) -> Tensor:
+    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module) -> Tensor:
         """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
         if stride == self.grid:  # nothing to cut
             return logits

@@ -78,7 +78,7 @@ class RevNet(Body):
         """See `Body.maps`."""
         if not self.reversible:
             return super().maps(images, ends)
-        blocks = self.reversible_blocks
+        blocks = self._reversible_blocks()
         x = images
         maps = []
         begin = 0
@@ -96,11 +96,8 @@ class RevNet(Body):
         """See `Body.normed`."""
         return self.bn_out(in_autocast_dtype(x))
 
-    @property
-    def reversible_blocks(self) -> list[Any]:
-        """The stem and the units, as `run_reversibly` takes them; none in a ResNet."""
-        if not self.reversible:
-            return []
+    def _reversible_blocks(self) -> list[Any]:
+        """The stem and the units of a RevNet, as `run_reversibly` takes them."""
         units: list[Any] = [unit for stage in self.stage_modules() for unit in stage]
         # A first unit without inverse would save the stem's output; with the stem, it saves only the images.
         if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():

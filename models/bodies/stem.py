@@ -12,7 +12,7 @@ from models.pooling import MaxPool2d
 STEM_STRIDES = {"3x3": 4, "7x7": 4, "cifar": 1}
 
 
-def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool, in_channels: int = 3) -> nn.Sequential:
+def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool, in_channels: int) -> nn.Sequential:
     """Build mod1: (N, in_channels, H, W) -> (N, channels, ceil(H / stride), …), with the stride in STEM_STRIDES.
 
     Args:
