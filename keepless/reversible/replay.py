@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS, has_running_statistics, with_attributes
-from ..saved import Kept, autocast_as, autocast_of, check_version, current_stream, wait_for
-from ..torch_internals import is_capturing, keeps_graph, without_dispatch_modes
+from ..saved import Kept, autocast_of, check_version, current_stream, wait_for
+from ..torch_internals import FakeTensor, is_capturing, keeps_graph, without_dispatch_modes
 
 Values = tuple[Tensor, ...]
 
@@ -79,7 +80,8 @@ class Section:
         parts = [part for module in modules for part in module.modules()]
         module_tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         devices = {tensor.device for tensor in (*tensors, *module_tensors)}
-        self.autocast = {kind: autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}}
+        self.autocast = {kind: autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)} - {"meta"}}
+        self.caches_casts = torch.is_autocast_cache_enabled()
         self.cuda_devices = [device for device in devices if device.type == "cuda"]
         if self.cuda_devices and is_capturing():  # the state of its generator cannot be read
             self.cuda_devices = []
@@ -126,13 +128,13 @@ class Section:
         """Context of a repetition, in the state of the first run. It fills the slots, if any is still empty.
 
         RuntimeError if a parameter, or a buffer that the first run did not change, was modified or replaced since, or
-        if the saved tensors differ in number or metadata.
+        if the saved tensors differ in number or metadata; see also `State.repetition`.
         """
         self.state.check_constants()
         has_empty_slots = self._has_empty_slots()
         with ExitStack() as stack:
-            for kind, autocast in self.autocast.items():
-                stack.enter_context(autocast_as(autocast, kind))
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.caches_casts))
             if self.random_states is not None:
                 stack.enter_context(torch.random.fork_rng(self.cuda_devices))
                 torch.set_rng_state(self.random_states[0])
@@ -148,8 +150,9 @@ class Section:
 
     @contextmanager
     def _filling_slots(self) -> Iterator[None]:
-        """Context in which saved tensors fill the slots."""
+        """Context in which saved tensors fill the slots. The graph made here ends with it."""
         references = iter(self.slots)
+        ended = False
 
         def pack(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, nn.Parameter):
@@ -161,8 +164,19 @@ class Section:
                     slot.fill(tensor)
             return tensor.detach()
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+        def unpack(tensor: Tensor) -> Tensor:
+            if ended:
+                raise RuntimeError(
+                    "a value that a branch of a reversible module stored elsewhere was differentiated after the branch "
+                    "had run again in a backward pass: differentiate only what the module returns"
+                )
+            return tensor
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            ended = True
         if next(references, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 
@@ -184,14 +198,17 @@ def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
+_constant_buffers = WeakTensorKeyDictionary()  # on devices: a forward pass has left them unchanged
+
+
 class _ModuleTensor(NamedTuple):
-    """A parameter or buffer of a module, with the version that it has before the forward pass."""
+    """A parameter or buffer of a module, with the version that it has before a run."""
 
     owner: nn.Module
     name: str
     tensor: Tensor | None
     version: int
-    start: Tensor | None = None  # copy of a buffer's values; None if they have no effect
+    start: Tensor | None = None  # copy of its values; None if they have no effect, or are not compared
 
     def __str__(self) -> str:
         return f"{type(self.owner).__name__}.{self.name}"
@@ -201,9 +218,21 @@ class _ModuleTensor(NamedTuple):
         return self.owner._parameters.get(self.name, self.owner._buffers.get(self.name))
 
     def is_unchanged(self) -> bool:
-        """Whether it is the same tensor, and was not written over (writes through `Tensor.data` are not noticed)."""
-        is_same = self.present() is self.tensor
-        return is_same and (self.tensor is None or self.tensor._version == self.version)
+        """Whether it is the same tensor with the same version and, if there is a copy, with the same values."""
+        tensor = self.tensor
+        if tensor is None or self.present() is not tensor:
+            return self.present() is tensor
+        if tensor._version != self.version:
+            return False
+        if self.start is None or _is_unreadable(tensor) or tensor in _constant_buffers:
+            return True
+        return torch.equal(tensor, self.start)  # `Tensor.data` writes without a new version
+
+    def note_unchanged(self) -> None:
+        """Do not compare the buffer of a device again: reading it waits for the device."""
+        tensor = self.tensor
+        if tensor is not None and self.start is not None and tensor.device.type != "cpu" and not _is_unreadable(tensor):
+            _constant_buffers[tensor] = True
 
 
 class State:
@@ -224,6 +253,7 @@ class State:
         # FSDP's and other subclasses are not checked.
         self.parameters = [parameter for parameter in self._all_parameters() if type(parameter.tensor) is nn.Parameter]
         self.constants: list[_ModuleTensor] = []  # must not change before the repetition
+        self.watched: list[_ModuleTensor] = []  # parameters that a run perhaps writes through `Tensor.data`
 
     def _all_parameters(self) -> list[_ModuleTensor]:
         """All parameters with their present versions."""
@@ -243,32 +273,26 @@ class State:
             is_sharded = type(parameter.present()).__name__ == "DTensor"  # by FSDP, which puts the parameter back
             if not (parameter.is_unchanged() or is_sharded):
                 raise _write_error(str(parameter))
-        if inverts:
-            self._check_inverses()
-        self.parameters = []
+        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes_of(part))}
         self.constants = self._all_parameters()
         kept = []
         for buffer in self.buffers:
-            # Later passes update running statistics.
-            if buffer.tensor is None or not buffer.is_unchanged() or has_running_statistics(buffer.owner):
+            if not buffer.is_unchanged():
+                kept.append(buffer)
+                if buffer.start is not None or buffer.tensor is None:
+                    changed_parts.add(buffer.owner)
+                continue
+            buffer.note_unchanged()
+            if buffer.tensor is None or has_running_statistics(buffer.owner):  # which later passes update
                 kept.append(buffer)
             else:
                 self.constants.append(buffer._replace(start=None))
         self.buffers = kept
-
-    def _check_inverses(self) -> None:
-        """Raise RuntimeError if the forward pass has changed what a module's own inverse may read."""
-        changed_parts = {part for part, before in self.attributes.items() if _differ(before, _attributes_of(part))}
-        for buffer in self.buffers:
-            if not buffer.is_unchanged() and (buffer.start is not None or buffer.tensor is None):
-                changed_parts.add(buffer.owner)
-        for part in changed_parts:
-            if callable(getattr(part, "inverse", None)):
-                raise RuntimeError(
-                    f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
-                    f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
-                    f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
-                )
+        if inverts:
+            _check_inverses(changed_parts)
+        if any(not has_running_statistics(part) for part in changed_parts):
+            self.watched = self.parameters
+        self.parameters = []
 
     def check_constants(self) -> None:
         """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
@@ -284,7 +308,15 @@ class State:
 
     @contextmanager
     def repetition(self) -> Iterator[None]:
-        """Context of a repetition, on copies of this state; afterwards the modules are restored."""
+        """Context of a repetition, on copies of this state; afterwards the modules are restored.
+
+        RuntimeError if it writes a parameter.
+        """
+        watched = [
+            parameter._replace(start=parameter.tensor.detach().clone())
+            for parameter in self.watched
+            if parameter.tensor is not None
+        ]
         attributes: dict[nn.Module, dict[str, Any]] = {}
         for part, plain in self.attributes.items():
             not_plain = {name: value for name, value in vars(part).items() if not _is_plain(name, value)}
@@ -299,6 +331,20 @@ class State:
             attributes[buffer.owner]["_buffers"][buffer.name] = start
         with with_attributes(attributes):
             yield
+        for parameter in watched:
+            if not parameter.is_unchanged():
+                raise _write_error(str(parameter))
+
+
+def _check_inverses(changed_parts: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if a module has an inverse, which may read what the forward pass has changed."""
+    for part in changed_parts:
+        if callable(getattr(part, "inverse", None)):
+            raise RuntimeError(
+                f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
+                f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
+                f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
+            )
 
 
 def _write_error(name: str) -> RuntimeError:
@@ -341,3 +387,8 @@ def _buffers_of(module: nn.Module) -> list[_ModuleTensor]:
             start = None if is_known_norm else tensor.clone()
             buffers.append(_ModuleTensor(module, name, tensor, tensor._version, start))
     return buffers
+
+
+def _is_unreadable(tensor: Tensor) -> bool:
+    """Whether a tensor's values cannot be read: it is fake, or a CUDA graph is captured."""
+    return (tensor.is_cuda and is_capturing()) or tensor.is_meta or isinstance(tensor, FakeTensor)

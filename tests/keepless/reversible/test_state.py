@@ -80,7 +80,7 @@ class Moving(nn.Module):
 
     def forward(self, x):
         y, mean = x - self.mean.clone(), x.detach().mean()
-        self.mean.copy_(self.mean.detach().lerp(mean, 0.5))
+        (self.mean.data if self.changes == "data" else self.mean).copy_(self.mean.detach().lerp(mean, 0.5))
         self.calls += 1
         if self.changes == "toggle":
             self.on.logical_not_()
@@ -100,6 +100,7 @@ KINDS = {
     "initialised, buffer": lambda: ActNorm("buffers"),
     "each time": Standardised,
     "used before it moves": Moving,
+    "used before it moves, data": lambda: Moving("data"),
     "used before it moves, attribute": lambda: Moving("attribute"),
     "used before it moves, toggle": lambda: Moving("toggle"),
     "used before it moves, calls": lambda: Moving("calls"),
@@ -165,6 +166,7 @@ def test_modules_that_initialise_themselves_need_a_pass_without_gradients(kind, 
     "kind, place, message",
     [
         (lambda: Moving(parameter=True), "F", "writes Moving.mean, .* keep averages in buffers"),
+        (lambda: Moving("data", parameter=True), "F", "writes Moving.mean, .* keep averages in buffers"),
         (Standardised, "between couplings", "Standardised .*changes its buffers .* give keep_input=True"),
     ],
 )

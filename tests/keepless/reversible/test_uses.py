@@ -220,6 +220,33 @@ def test_branches_that_differentiate_keep_their_activations_or_are_named():
     assert_same(step(ReversibleSequence(blocks, disable=True), IMAGES), step(plain, IMAGES))
 
 
+def test_what_a_branch_leaves_behind_cannot_be_differentiated_after_it_ran_again():
+    """Its graph ends at the branch, so gradients of what comes before would be missing."""
+    network = ReversibleSequence(in_float64(additive()))
+    network.blocks[0].Fm.register_forward_hook(lambda module, args, y: setattr(network, "left", y.square().sum()))
+    network(IMAGES.clone().requires_grad_()).sum().backward()
+    with pytest.raises(RuntimeError, match="stored elsewhere was differentiated"):
+        network.left.backward()
+
+
+def test_casts_that_a_step_does_not_cache_are_not_cached_when_it_is_repeated():
+    """Defect: inside an autocast that caches, repetitions had the weights of the step before."""
+    blocks = [AdditiveCoupling(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))]
+
+    def use(network, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                network.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    y = network(x.float())
+                y.square().sum().backward()
+                for parameter in network.parameters():
+                    parameter.data.mul_(-2)
+        return [y.detach()]
+
+    assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
+
+
 def test_a_norm_in_two_branches():
     """A norm that is listed in two modules of one step keeps its own buffers."""
     norm = nn.BatchNorm2d(4)
