@@ -366,6 +366,8 @@ def _metadata(node: Node) -> dict:
 def as_tuple(outputs: Tensor | Values) -> Values:
     """The outputs of a module, as a tuple. ValueError if they are not tensors."""
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not tensors:
+        raise ValueError("a reversible module got or returned nothing: expected tensors")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"a reversible module got or returned a {type(tensor).__name__}: expected tensors")

@@ -159,6 +159,8 @@ class AdditiveCoupling(Coupling):
 
     @staticmethod
     def combine(x: Tensor, output: Tensor) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise ValueError(f"AdditiveCoupling got a {type(output).__name__} from a branch: expected one tensor")
         return x + output
 
     @staticmethod

@@ -210,10 +210,16 @@ def is_invertible_module(
     generator = torch.Generator().manual_seed(random_seed)
     inputs = [torch.rand(*shape, generator=generator).to(device, test_input_dtype) for shape in shapes]
 
+    def seed() -> None:
+        """Seed the generators that are put back afterwards; `torch.manual_seed` seeds those of all devices."""
+        torch.default_generator.manual_seed(random_seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(random_seed)
+
     def restores(function: Callable, inverse_function: Callable) -> bool:
-        torch.manual_seed(random_seed)
+        seed()
         outputs = as_tuple(function(*(tensor.clone() for tensor in inputs)))
-        torch.manual_seed(random_seed)
+        seed()
         restored = as_tuple(inverse_function(*(tensor.clone() for tensor in outputs)))
         if len(restored) != len(inputs):
             return False

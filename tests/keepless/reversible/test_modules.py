@@ -530,10 +530,12 @@ class Listed(nn.Module):
         (lambda: AdditiveCoupling(Listed()), (2, 4), "Listed returned a list: a coupling needs"),
         (lambda: AffineCoupling(nn.Identity()), (2, 4), r"Tensor from a branch.*\(scale, shift\).*AffineAdapterNaive"),
         (lambda: AffineCoupling(nn.Identity(), None, AffineAdapterSigmoid), (2, 2), "1 channels from Identity"),
+        (lambda: AdditiveCoupling(AffineAdapterNaive(nn.Identity())), (2, 2), "got a tuple from a branch"),
         (lambda: AdditiveCoupling(nn.ReLU(inplace=True)), (2, 2), "ReLU wrote over its input.*not inplace"),
         (lambda: InvertibleModuleWrapper(nn.Identity()), (2, 2), "Identity has no method inverse.*keep_input=True"),
         (lambda: InvertibleModuleWrapper(nn.Sequential(), num_bwd_passes=0), (2, 8), "num_bwd_passes=0: expected"),
         (lambda: partial(InvertibleModuleWrapper(additive()), 3), (), "got or returned a int: expected tensors"),
+        (lambda: lambda x: InvertibleModuleWrapper(additive())(), (), "got or returned nothing"),
         (lambda: ReversibleSequence([nn.Identity()]).inverse, (1,), "Identity of a ReversibleSequence has no inverse"),
     ],
 )
@@ -565,7 +567,9 @@ def test_a_branch_that_saves_something_else_is_named(saved, message):
         coupling(IMAGES.clone().requires_grad_()).sum().backward()
 
 
-def test_trying_whether_a_module_is_invertible_changes_nothing():
+def test_trying_whether_a_module_is_invertible_changes_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("it would seed devices later"))
+
     class Wrong(Rotation):
         inverse = Rotation.forward
 
