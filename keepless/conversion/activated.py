@@ -24,6 +24,7 @@ class Activated:
     """The output of a norm that includes an activation."""
 
     tensor: Tensor  # any shape and floating dtype
+    activation: Activation  # included in the norm
     with_grad: bool  # computed with gradients enabled
 
     @classmethod
@@ -34,8 +35,8 @@ class Activated:
 # FSDP2 looks for tensors in a module's output: in dataclasses, or else in pytree nodes.
 register_pytree_node(
     Activated,
-    lambda activated: ([activated.tensor], activated.with_grad),
-    lambda tensors, with_grad: Activated(next(iter(tensors)), with_grad),
+    lambda activated: ([activated.tensor], (activated.activation, activated.with_grad)),
+    lambda tensors, context: Activated(*tensors, *context),
 )
 
 
@@ -46,11 +47,14 @@ class Merged(nn.Module):
     """
 
     kind: type[nn.Module]  # its class before
+    included: set[Activation]  # that norms compute in its place, e.g. a leaky ReLU for a ReLU
 
     def forward(self, x: Tensor | Activated) -> Tensor:
-        """x: any shape and floating dtype. RuntimeError if x has lost its gradient."""
+        """x: any shape and floating dtype. RuntimeError if x includes another activation, or has lost its gradient."""
         if not isinstance(x, Activated):
             return self.kind.forward(self, x)
+        if x.activation not in self.included:
+            raise RuntimeError(_ELSEWHERE)
         if torch.is_grad_enabled() and not x.with_grad:
             raise RuntimeError(
                 "a norm ran without gradients, its activation with gradients: run both or neither under "
@@ -74,12 +78,14 @@ def merge(norm: ABN, activation: Any) -> None:
         norm.register_forward_hook(hand_over)
     if not isinstance(activation, Merged):
         activation.kind = type(activation)
+        activation.included = set()
         activation.__class__ = Merged
+    activation.included.add(Activation(norm.activation, norm.activation_param))
 
 
 def hand_over(layer: ABN, args: Any, output: Tensor) -> Activated:
     """Forward hook of a norm that includes an activation after it."""
-    return Activated(output, torch.is_grad_enabled())
+    return Activated(output, Activation(layer.activation, layer.activation_param), torch.is_grad_enabled())
 
 
 def hands_over(layer: nn.Module) -> bool:

@@ -175,6 +175,17 @@ def test_a_path_that_was_not_traced_raises():
     assert network.act(checkpoint(network.norm, x, use_reentrant=False)).requires_grad
 
 
+def test_an_activation_that_another_norm_includes_is_refused_on_a_path_that_was_not_traced():
+    """Defect: its result was that of the first norm's activation."""
+    network = Network(lambda b, y: b.tanh(y) if b.is_short else b.tanh(b.second(b.conv(b.act(y)))), second=bn())
+    network.is_short = False
+    _, report = converted(to_inplace, network)
+    assert list(report.replaced) == ["norm", "second"]
+    network.is_short = True
+    with pytest.raises(RuntimeError, match="did not go where it went in the trace"):
+        network(torch.randn(2, C, 3, 3))
+
+
 # Random programs: each step is (instruction, index of an earlier value); the last value is the output.
 STEPS = {
     "norm": lambda net, x, y: net.norms[len(net.called) % 3](x),
