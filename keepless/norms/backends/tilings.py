@@ -82,6 +82,8 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     `itemsize`: bytes per element. `processors`: multiprocessors of the device. `whole`: a program takes whole channels.
     """
     n, c, length = shape
+    if length >= 2**31:  # kernels count the pixels of a map in 32 bits
+        raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
     align = math.gcd(length, vector)
     threads, resident, per_thread, block_c = _program_limits(length, c, itemsize, reads, whole)
@@ -89,6 +91,8 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
     block_l = next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
     block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
+    while block_n > 1 and block_n * c * length >= 2**31:  # offsets within a tile have 32 bits
+        block_n //= 2
     blocks = _cdiv(c, block_c)
     programs = resident * processors
     if length == 1 and not whole:  # four tiles per program, if each thread still gets a vector

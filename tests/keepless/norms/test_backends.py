@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from keepless.norms import backends, bn_act
-from keepless.norms.backends import backend_for
+from keepless.norms.backends import backend_for, tilings
 from keepless.norms.backends.compiled import CompiledBackend
 from keepless.norms.backends.eager import EagerBackend
 from tests.norms import IN_PLACE, STRATEGIES
@@ -124,3 +124,15 @@ def test_an_exported_training_has_the_gradients_and_statistics_of_the_layer(name
             [*torch.autograd.grad(loss, [x, program.weight, program.bias]), program.running_mean, program.running_var]
         )
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_maps_of_which_triton_s_kernels_cannot_count_the_pixels_are_refused():
+    assert tilings.tiling((1, 1, 2**31 - 1), 4, 132, 1).shape == (1, 1, 2**31 - 1)
+    with pytest.raises(ValueError, match=r"maps of 2147483648 pixels: expected fewer than 2\^31; use backend='eager'"):
+        tilings.tiling((1, 1, 2**31), 4, 132, 1)
+
+
+def test_offsets_within_a_tile_of_triton_s_kernels_have_32_bits():
+    """An image of 2^20 channels of 8x8 has 2^26 elements, so a tile has no more than 16 of them."""
+    for channels, images in ((2**10, 64), (2**20, 16), (2**25, 1)):
+        assert tilings.tiling((64, channels, 64), 2, 132, 1).tile[0] == images
