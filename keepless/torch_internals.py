@@ -51,6 +51,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+    from torch.nn.utils import parametrize as _parametrize
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
@@ -106,7 +107,7 @@ try:
     push_hooks: Callable[..., None] = _hooks_of_torch._push_saved_tensors_default_hooks
     pop_hooks: Callable[[], None] = _hooks_of_torch._pop_saved_tensors_default_hooks
     _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
-    Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018
+    Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata, _parametrize._cache  # noqa: B018
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"keepless {__version__} does not support torch {torch.__version__} ({error}): update keepless, or install a "
@@ -172,6 +173,20 @@ def is_observed() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Context in which modules find no weights of `parametrize.cached`.
+
+    PyTorch keys this cache by id(module); a copied module may be given another's weight, as ids are reused.
+    """
+    previous_cache = _parametrize._cache
+    _parametrize._cache = {}
+    try:
+        yield
+    finally:
+        _parametrize._cache = previous_cache
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:

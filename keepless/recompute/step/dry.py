@@ -23,6 +23,7 @@ from ...torch_internals import (
     quick_view,
     simulated_collective,
     with_dispatch_modes_off,
+    without_cached_weights,
 )
 from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
 from .step import Step
@@ -179,7 +180,7 @@ def on_copy(
     try:
         with with_dispatch_modes_off():
             copied = _deep_copies(network, args, kwargs, sharded, memo)
-            with _program_state_kept(is_fake), mode, _IsolatingMode(network):
+            with _program_state_kept(is_fake), without_cached_weights(), mode, _IsolatingMode(network):
                 return run(*copied)
     finally:
         if isinstance(mode, _DryMode):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
 
 from keepless import InPlaceABN, plan, recompute_activations
 from keepless.conversion.activated import merge
@@ -145,8 +146,16 @@ def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
 
 
 @pytest.mark.parametrize("run", [rehearsed_step, partial(on_copy, counted_step, is_fake=False)])
-def test_a_dry_step_leaves_cached_casts_as_they_are(run):
-    x, layer = torch.randn(3, 4), nn.Linear(4, 4)
+def test_a_dry_step_leaves_cached_weights_as_they_are(run):
+    """PyTorch finds them by ids of modules and tensors."""
+    x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
+    with parametrize.cached():
+        run(normed, (x,), {})
+        weight = normed.weight
+        run(normed, (x,), {})
+        assert normed.weight is weight
+    weight.sum().backward()
+    assert normed.parametrizations.weight.original0.grad is not None
     with torch.autocast("cpu", torch.bfloat16):
         before = layer(x)
         run(layer, (x,), {})
