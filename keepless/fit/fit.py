@@ -38,10 +38,13 @@ class Fit(NamedTuple):
             cells.append((way.name, shape_text(way.shape), size_text(way.peak), verdict, f"{way.time:.2f}"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        left = f"{self.memory} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
+        left = (
+            f"{self.memory} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
+            f"convolutions, {FRAGMENTATION:.0%} of the rest"
+        )
         parts = {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
         resident = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-        return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", resident, *rows, self.line])
+        return "\n".join([left, resident, *rows, self.line])
 
 
 def fit(
@@ -73,7 +76,7 @@ def fit(
         memory: of the device, such as "12GiB" or a number of bytes.
         optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of optimiser states per trained weight.
         grow: find the largest example that fits: "batch" grows dimension 0, "size" the sides of images or the length
-            of texts; see `keepless.fit.sizes.growth`.
+            of texts; see `keepless.fit.sizes`.
         time: with `grow`: longest step within a budget, as a multiple of the baseline step; by default 1.15.
 
     Raises:

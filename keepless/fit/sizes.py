@@ -25,9 +25,10 @@ class Growth(NamedTuple):
 
 
 def check_growth(example: Any, along: str | None) -> None:
-    """Raise ValueError if an example cannot grow along this: see `growth`.
+    """Raise ValueError if an example cannot grow as `growth` describes.
 
-    `along` is something else, the first tensor is empty or has no such dimension, or tensors are in a list.
+    It cannot if `along` is another word, if the first tensor is empty or has no such dimension, or if tensors are in a
+    list.
     """
     if along is None:
         return
@@ -44,23 +45,34 @@ def check_growth(example: Any, along: str | None) -> None:
 def growth(example: Any, along: str | None) -> Growth:
     """How an example (arguments and keyword arguments) can grow, which `check_growth` has checked.
 
-    `along`: None: not at all. "batch": dimension 0 of every tensor that has the first tensor's batch size. "size": the
-    sides of images, in proportion, in every tensor whose last dimensions are those of the first tensor; for integers or
-    two-dimensional tensors only the last dimension, the length of a text.
+    `along`: "batch", "size", or None for an example that does not grow.
     """
     if along is None:
         return Growth(value=1, step=1, power=1, resized=lambda value: example, most=1)
+    return _growth_of_batch(example) if along == "batch" else _growth_of_sides(example)
+
+
+def _growth_of_batch(example: Any) -> Growth:
+    """Let dimension 0 grow in every tensor that has the first tensor's batch size."""
+    batch = shape_of(example)[0]
+
+    def with_batch(value: int) -> Any:
+        return _with_shapes(example, lambda shape: (value, *shape[1:]) if shape[:1] == (batch,) else shape)
+
+    return Growth(value=batch, step=1, power=1, resized=with_batch)
+
+
+def _growth_of_sides(example: Any) -> Growth:
+    """Let the sides of images grow, in proportion, in every tensor that has the first tensor's sides.
+
+    The sides are all dimensions after the channels. Integers and two-dimensional tensors have no channels: their sides
+    follow the batch, as the length of a text does.
+    """
     first, *_ = tensors_in(example)
-    batch, *_ = shape = tuple(first.shape)
-    if along == "batch":
-
-        def with_batch(value: int) -> Any:
-            return _with_shapes(example, lambda sizes: (value, *sizes[1:]) if sizes[:1] == (batch,) else sizes)
-
-        return Growth(value=batch, step=1, power=1, resized=with_batch)
-    side_count = len(shape[2:]) if len(shape) > 2 and first.is_floating_point() else len(shape[1:])
-    sides = shape[-side_count:]
-    step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
+    is_image = first.dim() > 2 and first.is_floating_point()
+    sides = shape_of(example)[2 if is_image else 1 :]
+    divisor = math.gcd(*sides)
+    step = min(_SIDE, divisor & -divisor)  # the largest power of two that divides all sides, at most `_SIDE`
 
     def with_side(value: int) -> Any:
         scaled = [side * value // sides[0] for side in sides]
@@ -68,12 +80,12 @@ def growth(example: Any, along: str | None) -> Growth:
         new_sides = tuple(max(step, side) for side in rounded_down)
 
         def new_shape(shape: Shape) -> Shape:
-            has_sides = shape[1:][-side_count:] == sides  # dimension 0, the batch, is no side
-            return shape[:-side_count] + new_sides if has_sides else shape
+            has_sides = shape[1:][-len(sides) :] == sides  # dimension 0, the batch, is no side
+            return shape[: -len(sides)] + new_sides if has_sides else shape
 
         return _with_shapes(example, new_shape)
 
-    return Growth(value=sides[0], step=step, power=side_count, resized=with_side)
+    return Growth(value=sides[0], step=step, power=len(sides), resized=with_side)
 
 
 def shape_of(example: Any) -> Shape:
@@ -100,32 +112,45 @@ def largest(
     `peak`: value -> bytes of a training step, which grow about linearly with value ** power: power is 1 for the number
     of crops, 2 for the side of square crops.
     """
-    fitting = smallest
-    fitting_peak = peak(fitting)
-    if fitting_peak > limit:
+    first_peak = peak(smallest)
+    if first_peak > limit:
         return None
+    fitting = _Measured(smallest, first_peak)
     estimate = 2.0 * smallest
     while True:
-        too_large = int(min(max(fitting + step, math.ceil(estimate / step) * step), most))
-        if too_large <= fitting:
-            return fitting
-        exceeding_peak = peak(too_large)
-        if exceeding_peak > limit:
-            break
+        larger_value = int(min(max(fitting.value + step, math.ceil(estimate / step) * step), most))
+        if larger_value <= fitting.value:
+            return fitting.value
+        larger = _Measured(larger_value, peak(larger_value))
+        if larger.peak > limit:
+            return _largest_between(fitting, larger, peak, limit, step, power)
         # of the line through the last two peaks
-        slope = max(1.0, (exceeding_peak - fitting_peak) / (too_large**power - fitting**power))
-        fitting, fitting_peak = too_large, exceeding_peak
-        estimate = (fitting**power + 1.02 * (limit - fitting_peak) / slope) ** (1 / power)
-        estimate = min(estimate, fitting * 16 ** (1 / power))  # for small values, the weights may hide the slope
-    while too_large - fitting > step:
-        share = (limit - fitting_peak) / (exceeding_peak - fitting_peak)
-        estimate = (fitting**power + share * (too_large**power - fitting**power)) ** (1 / power)
-        middle = min(max(int(estimate) // step * step, fitting + step), too_large - step)
-        middle_peak = peak(middle)
-        if middle_peak > limit:
-            too_large, exceeding_peak = middle, middle_peak
+        slope = max(1.0, (larger.peak - fitting.peak) / (larger.value**power - fitting.value**power))
+        fitting = larger
+        estimate = (fitting.value**power + 1.02 * (limit - fitting.peak) / slope) ** (1 / power)
+        estimate = min(estimate, fitting.value * 16 ** (1 / power))  # for small values, the weights may hide the slope
+
+
+class _Measured(NamedTuple):
+    """A value, and the peak in bytes of its training step."""
+
+    value: int
+    peak: int
+
+
+def _largest_between(
+    fitting: _Measured, too_large: _Measured, peak: Callable[[int], int], limit: int, step: int, power: int
+) -> int:
+    """The largest value that fits, from one that fits up to one that is too large. See `largest`."""
+    while too_large.value - fitting.value > step:
+        share = (limit - fitting.peak) / (too_large.peak - fitting.peak)
+        estimate = (fitting.value**power + share * (too_large.value**power - fitting.value**power)) ** (1 / power)
+        value = min(max(int(estimate) // step * step, fitting.value + step), too_large.value - step)
+        middle = _Measured(value, peak(value))
+        if middle.peak > limit:
+            too_large = middle
             continue
-        fitting, fitting_peak = middle, middle_peak
-        if too_large - fitting > step and peak(fitting + step) > limit:  # as is almost always so
-            return fitting
-    return fitting
+        fitting = middle
+        if too_large.value - fitting.value > step and peak(fitting.value + step) > limit:  # as is almost always so
+            break
+    return fitting.value

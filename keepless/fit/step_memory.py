@@ -121,6 +121,6 @@ class CountedStep(MadeTensors):
 
 
 def _bytes_alive(changes: Sequence[Change]) -> dict[int, int]:
-    """The bytes of the allocations that are not freed, by number."""
+    """The bytes of the allocations that these changes leave, by number."""
     freed = {change.number for change in changes if change.bytes < 0}
     return {change.number: change.bytes for change in changes if change.bytes > 0 and change.number not in freed}

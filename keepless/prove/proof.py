@@ -94,21 +94,24 @@ def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> 
     new_warnings = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
     peak = baseline.peak if baseline.fits else prepared.plain
     seconds = min(baseline.seconds, again.seconds)
-    limit = checked(budget)
-    if not isinstance(limit, int):
-        limit = max(int(limit * peak) - baseline.coming, 0)  # a share counts gradients
+    bytes_or_share = checked(budget)
+    if isinstance(bytes_or_share, int):
+        budget_bytes = bytes_or_share
+    else:
+        budget_bytes = max(int(bytes_or_share * peak) - baseline.coming, 0)  # a share counts gradients
     return Proof(
         outputs,
         gradients,
         buffers,
         random,
-        limit,
+        budget_bytes,
         baseline._replace(results=(), peak=peak, seconds=seconds),
         prepared._replace(results=(), warnings=new_warnings),
     )
 
 
 def _difference(kind: str, baseline: Steps, again: Steps, prepared: Steps) -> Difference:
+    """How far results of a kind are from the baseline's, with the first tensor that differs by more than the noise."""
     norms = _norms(kind, baseline, prepared)
     noise = _norms(kind, baseline, again)
     names = [*baseline.order, *norms]
@@ -118,7 +121,7 @@ def _difference(kind: str, baseline: Steps, again: Steps, prepared: Steps) -> Di
 
 
 def _norms(kind: str, baseline: Steps, compared: Steps) -> dict[str, float]:
-    """The largest relative difference of each tensor in any step, and of all together: ""."""
+    """The largest relative difference of each tensor in any step, by name; of all tensors together under ""."""
     norms: dict[str, float] = {}
     for baseline_results, compared_results in zip(baseline.results, compared.results, strict=True):
         expected = baseline_results[kind]
@@ -128,9 +131,15 @@ def _norms(kind: str, baseline: Steps, compared: Steps) -> dict[str, float]:
         sizes = [size for _, size in squares.values()]
         squares[""] = (sum(differences), sum(sizes))
         for name, (difference, size) in squares.items():
-            norm = math.sqrt(difference / size) if size else math.inf if difference else 0.0
-            norms[name] = max(norms.get(name, 0.0), norm)
+            norms[name] = max(norms.get(name, 0.0), _relative_norm(difference, size))
     return norms
+
+
+def _relative_norm(difference: float, size: float) -> float:
+    """The norm of a difference, relative to that of the expected tensors. Both are given as sums of squares."""
+    if size:
+        return math.sqrt(difference / size)
+    return math.inf if difference else 0.0
 
 
 def _squares(expected: Tensor | None, tensor: Tensor | None) -> tuple[float, float]:

@@ -4,8 +4,10 @@ import gc
 import random
 import sys
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,27 +140,25 @@ def _run_prepared_steps(network: nn.Module, inputs: Any, budget: Budget) -> Step
 
 
 def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> Steps:
-    """Run four steps from the present state, which is put back. `is_baseline`: note the order of gradients."""
+    """Run four steps, each from the present state, and put it back. `is_baseline`: note the order of gradients."""
     args, kwargs = inputs
     snapshot = Snapshot(network, inputs)
     leaves = {**dict(network.named_parameters()), **_tensors_by_number("input", inputs)}
     awaited = [name for name, leaf in leaves.items() if leaf.grad is None]
     device = computing_device(leaves.values())
-    order: dict[str, None] = {}  # names of gradients, as they come
     results: list[dict[str, dict[str, Tensor]]] = []
-    outputs: list[Any] = []
-    hooks = [
-        leaf.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
-        for name, leaf in leaves.items()
-        if is_baseline and leaf.requires_grad
-    ]
+    outputs: list[Any] = []  # of the running step: they exist as long as it
 
     def run_step() -> None:
         outputs.append(network(*args, **kwargs))
         torch.autograd.backward([output.square().mean() for output in differentiable(outputs)])
 
     try:
-        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            _gradient_order(leaves if is_baseline else {}) as order,
+            torch.enable_grad(),
+        ):
             warnings.simplefilter("always")
             for number in range(_TIMED_STEP + 1):
                 snapshot.restore()
@@ -170,12 +170,26 @@ def _run_steps(network: nn.Module, inputs: Any, is_baseline: bool = False) -> St
                 results.append(_results(network, leaves, outputs, results[-1] if results else {}))
                 outputs.clear()
     finally:
-        for hook in hooks:
-            hook.remove()
         snapshot.restore()
     gradients = results[-1]["gradients"]
     coming = sum(gradients[name].nbytes for name in awaited if name in gradients)
     return Steps(results, peak, seconds, coming, [str(warning.message) for warning in caught], [*order])
+
+
+@contextmanager
+def _gradient_order(leaves: dict[str, Tensor]) -> Iterator[dict[str, None]]:
+    """Context that yields names of leaves, which come into it in the order in which their first gradients come."""
+    order: dict[str, None] = {}
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
+        for name, leaf in leaves.items()
+        if leaf.requires_grad
+    ]
+    try:
+        yield order
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _results(

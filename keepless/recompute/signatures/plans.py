@@ -164,7 +164,7 @@ def _plan_within(step: Step, limit: int, beside: int = 0, start: Sequence[bool] 
         kept = (True,) * len(step.values)
         text = (
             f"a budget of {size_text(limit - beside)} changes nothing, because no result of this network can be "
-            f"recomputed; most is kept at {Simulation(step).peak_of(kept)}: train it without a budget, on a "
+            f"recomputed; most is kept at {Simulation(step).place_of_peak(kept)}: train it without a budget, on a "
             f"smaller batch or shorter inputs"
         )
         return Plan(step.calls, bytes(len(step.calls)), remarks=[text]), Choice(plain, 0.0, kept)
@@ -191,7 +191,7 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
             sizes = f"{budget:,} bytes", f"{least:,} bytes"
         remarks.append(
             f"no plan keeps this step within {sizes[0]}: the lowest peak is {sizes[1]}, which is used; it is at "
-            f"{Simulation(step).peak_of(choice.kept)}"
+            f"{Simulation(step).place_of_peak(choice.kept)}"
         )
     if chosen_step.unseen:
         remarks.append(

@@ -200,7 +200,7 @@ def _warm_up(operator: Operator) -> None:
 
 
 def measure(operators: Iterable[Operator]) -> None:
-    """Measure the cost of operators on ones, outside all modes, each once a process; see `_warm_up`."""
+    """Measure operators on ones, outside all modes, each once a process. `cost_of` then tells the costs."""
     new = [operator for operator in dict.fromkeys(operators) if operator not in _costs]
     with _measuring({operator.device for operator in new}):
         for operator in new:
@@ -208,11 +208,8 @@ def measure(operators: Iterable[Operator]) -> None:
                 _warm_up(operator)
         warm = [operator for operator in new if operator in _first_runs]
         on_cpu = [operator for operator in warm if operator.device.type == "cpu"]
-        runs: list[tuple[int, float]] = []
-        # A profile takes many milliseconds, so all operators share one. Between its two marks each has an odd peak.
-        peaks = _peaks_on_cpu(lambda: runs.extend(map(_run_between_marks, on_cpu))) if on_cpu else [0]
-        for operator, (result_bytes, seconds), peak in zip(on_cpu, runs, peaks[1::2], strict=True):
-            _note_cost(operator, seconds, peak - result_bytes)
+        if on_cpu:
+            _measure_on_cpu(on_cpu)
         for operator in warm:
             if operator.device.type != "cpu":
                 _measure_on_device(operator)
@@ -222,6 +219,21 @@ def _note_cost(operator: Operator, seconds: float, temporary_bytes: int) -> None
     """Note the cost of an operator that has run again."""
     _, first_seconds = _first_runs[operator]
     _costs[operator] = Cost(min(seconds, first_seconds), max(0, temporary_bytes))
+
+
+def _measure_on_cpu(operators: Sequence[Operator]) -> None:
+    """Note the costs of operators that run on the CPU, all in one profile, which takes many milliseconds."""
+    runs: list[tuple[int, float]] = []  # of each operator: bytes of its results, and seconds
+
+    def run_all() -> None:
+        for operator in operators:
+            runs.append(_run_between_marks(operator))
+
+    # The first peak is before all marks. Then there are two for each operator: between its marks, and up to the next.
+    _, *peaks = _peaks_on_cpu(run_all)
+    operator_peaks = peaks[::2]
+    for operator, (result_bytes, seconds), peak in zip(operators, runs, operator_peaks, strict=True):
+        _note_cost(operator, seconds, peak - result_bytes)
 
 
 def _measure_on_device(operator: Operator) -> None:

@@ -63,7 +63,8 @@ class Allocations(MadeTensors):
     def memory(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was allocated in the step.
 
-        A parameter that FSDP has gathered existed before it: FSDP frees its memory unseen.
+        A parameter whose memory is new was gathered by FSDP, which frees it unseen. From the first time that it is
+        asked for here, it counts as memory from before the step.
         """
         number = self.number_of(tensor)
         if number is None:
@@ -130,7 +131,7 @@ class Allocations(MadeTensors):
         return self._results[0]
 
     def _run(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator. Fake results are replaced if real ones would have another shape or other strides."""
+        """Run an operator. Fake results are replaced where real ones may have another shape or other strides."""
         arguments = tensors_in((args, kwargs))
         name = function.overloadpacket.__name__
         is_fake = any(isinstance(argument, FakeTensor) for argument in arguments)

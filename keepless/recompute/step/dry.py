@@ -167,13 +167,14 @@ def on_copy(
         RuntimeError: the copy reads tensors of the network itself; the network cannot be copied.
         Exception: whatever `run` raises.
     """
-    mode: Any = nullcontext()
+    mode: Any
     if is_fake:
         tensors = [*network.parameters(), *network.buffers(), *tensors_in((args, kwargs))]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         mode = fakes[0].fake_mode if fakes else _DryMode(allow_non_fake_inputs=True)
         memo = _fakes_by_id(mode, network, tensors)
     else:
+        mode = nullcontext()
         inputs = tensors_in((args, kwargs))
         memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs}
     sharded = add_copies_without_fsdp2(network, mode, memo)
@@ -232,13 +233,12 @@ def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _program_state_kept(is_fake: bool) -> Iterator[None]:
-    """Context for running a copy: random states are restored, autocast caches only fake weights, errors are not logged.
-
-    Autocast's cache would hold real weights of the copy until the program leaves autocast.
-    """
+    """Context for running a copy: restores random states, and keeps autocast's cache and PyTorch's log as they are."""
     caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(caches and (is_fake or not is_any_autocast_enabled()))
-    log = logging.getLogger(FakeTensorMode.__module__)
+    # The program's autocast, which is outside of this context, would hold the copy's real weights until it ends.
+    holds_weights = not is_fake and is_any_autocast_enabled()
+    torch.set_autocast_cache_enabled(caches and not holds_weights)
+    log = logging.getLogger(FakeTensorMode.__module__)  # it would log what fake tensors cannot do
     was_disabled = log.disabled
     log.disabled = True
     try:

@@ -239,17 +239,18 @@ class _Search:
     def best_move(
         self, trial: Trial, target: int, moves: Iterable[Sequence[list[int] | None]], move_count: int
     ) -> Trial | None:
-        """The move that lowers the total excess most for the time that it costs; None if none of the first does.
+        """The choice after the move that lowers the total excess most for the time it costs; None if none helps.
 
-        `moves`: each with one of every kind. Some may be missing. `move_count`: tried, or more until one helps.
+        `moves`: each entry has a move of every kind, or None. `move_count`: entries to try; then up to `_MANY`, until
+        one helps.
         """
         excess = _excess(trial, target)
         best: Trial | None = None
         best_rate = 0.0
-        for number, of_each_kind in enumerate(islice(moves, _MANY)):
+        for number, moves_of_each_kind in enumerate(islice(moves, _MANY)):
             if best is not None and number >= move_count:
                 break
-            for move in filter(None, of_each_kind):
+            for move in filter(None, moves_of_each_kind):
                 candidate = self.simulate(_flipped(trial.kept, move))
                 gain = excess - _excess(candidate, target)
                 rate = gain / max(candidate.seconds - trial.seconds, 1e-9)
@@ -261,10 +262,10 @@ class _Search:
     def ranked_drops(self, trial: Trial, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
         ranked = []
-        counts = [0, *accumulate(level > target for level in trial.levels)]
+        exceeding_before = [0, *accumulate(level > target for level in trial.levels)]  # events above the target
         for i in self.free:
             if trial.kept[i] and trial.consumers[i]:
-                event_count = counts[trial.first_read[i]] - counts[trial.needed_from[i]]
+                event_count = exceeding_before[trial.first_read[i]] - exceeding_before[trial.needed_from[i]]
                 if event_count:
                     group, seconds = self.drop_group(trial, i)
                     ranked.append((seconds / (self.bytes[i] * event_count + 1), i, group))
@@ -368,7 +369,10 @@ class _Search:
             self.keep_more(self.simulate(kept), limit)
 
     def keep_more(self, trial: Trial, target: int) -> Trial:
-        """Use the remaining memory to keep values again, the most expensive to recompute first."""
+        """Keep more values where memory is left below the target, the most expensive to recompute first.
+
+        Returns the fuller choice, or the given one if that is better.
+        """
         kept = list(trial.kept)
         levels = list(trial.levels)
         for i in sorted(self.dropped(trial), key=lambda i: -self.step.values[i].seconds):

@@ -96,36 +96,46 @@ class Simulation:
         self.kept_memories = [value.memory for value in step.values]
         # The memories of the program, of each value if it is computed, and of its sign mask.
         self.sizes = [*step.memories, *(value.bytes for value in step.values), *self.sign_bytes]
-        self.events = [_START]
-        self.peak_events = [0]  # for each, the event of the step at which it has the most bytes
+        self.events: list[MergedEvent] = []
+        self.peak_events: list[int] = []  # for each, the event of the step at which it has the most bytes
         self.forward = 0  # the event at which the forward pass has ended
-        self._note_events()
+        self._merge_events()
 
-    def _note_events(self) -> None:
-        """Note the events that depend on the choice, each with those after it that do not merged into it."""
-        alone = _Levels(self.step.memories)
+    def _merge_events(self) -> None:
+        """Note the events of the step that depend on the choice. Others are merged into the last of these before them.
+
+        The first events of the step, and of its backward pass, are merged into a `_START`.
+        """
+        merged_levels = _Levels(self.step.memories)  # of the events that are merged
         with_values = {*self.kept_memories}
-        level_before = 0
+        self._add_event(_START, 0, merged_levels)
         for index, (event, number) in enumerate(self.step.events):
             if index == self.step.forward:
                 self.forward = len(self.events)
-                level_before = alone.level
-                alone.highest = alone.level
-                self.events += [_START, _START]
-                self.peak_events += [index, index]
+                self._add_event(_START, index, merged_levels)  # nothing is merged: it has what the pass leaves
+                self._add_event(_START, index, merged_levels)
             value = self.step.saved[number].value if event in (_SAVE, _READ, _RELEASE) else -1
             if value >= 0 or event == _PASS or (event in (_HOLD, _LET) and number in with_values):
-                level_before = alone.level
-                alone.highest = alone.level
-                self.events.append(MergedEvent(int(event), number, value))
-                self.peak_events.append(index)
+                self._add_event(MergedEvent(int(event), number, value), index, merged_levels)
             else:
-                highest_before = alone.highest
-                alone.apply(event, number)
-                if alone.highest > highest_before:
-                    self.peak_events[-1] = index
-                rise = alone.highest - level_before
-                self.events[-1] = self.events[-1]._replace(rise=rise, change=alone.level - level_before)
+                self._merge_into_last(event, number, index, merged_levels)
+
+    def _add_event(self, event: MergedEvent, index: int, merged_levels: _Levels) -> None:
+        """Add an event, into which later ones may be merged. `index`: its number in the step."""
+        merged_levels.highest = merged_levels.level
+        self.events.append(event)
+        self.peak_events.append(index)
+
+    def _merge_into_last(self, event: int, number: int, index: int, merged_levels: _Levels) -> None:
+        """Merge an event of the step into the last one of the simulation."""
+        last = self.events[-1]
+        level_before = merged_levels.level - last.change
+        highest_before = merged_levels.highest
+        merged_levels.apply(event, number)
+        if merged_levels.highest > highest_before:
+            self.peak_events[-1] = index
+        rise = merged_levels.highest - level_before
+        self.events[-1] = last._replace(rise=rise, change=merged_levels.level - level_before)
 
     def run(self, kept: Sequence[bool]) -> "Trial":
         """The memory and time of the step if it keeps these values, and recomputes others as `Value.get` does.
@@ -150,8 +160,8 @@ class Simulation:
                         consumers[i] += 1
         return consumers
 
-    def peak_of(self, kept: Sequence[bool]) -> str:
-        """The call and the module at the peak of a choice."""
+    def place_of_peak(self, kept: Sequence[bool]) -> str:
+        """The call and the module that run at the peak of a choice."""
         trial = self.run(kept)
         event = self.peak_events[trial.levels.index(trial.peak)]
         return next((place for end, place in self.step.places if end > event), "the end of the backward pass")

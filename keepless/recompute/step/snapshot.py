@@ -18,7 +18,7 @@ class Snapshot:
     """The state of a network and its inputs, and of random generators. Values of tensors are copied to the CPU.
 
     Attributes of modules are followed into lists, dictionaries, sets and deques, but not into other objects.
-    `has_values`: also of parameters; False: their values are not copied.
+    `has_values`: copy the values of parameters, and of gradients, too.
     """
 
     def __init__(self, network: nn.Module, inputs: Any, has_values: bool = True):

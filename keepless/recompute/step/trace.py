@@ -298,19 +298,21 @@ class Trace(Registry):
                 self._note_held(packed, Event.HOLD, Event.LET, self.place(tensor))
             return
         packed.number = len(self.saved)
-        signs = 0
-        unpacking = 0
         if isinstance(saved, Saved):
-            value = saved.value.number
             saved.number = packed.number
-            if saved.reads_signs and not tensor._is_view():  # else its base is saved
-                signs = -(-tensor.numel() // 8)
-                unpacking = unpacking_bytes(tensor)
+            self.saved.append(self._save_of(saved, tensor))
         else:  # only a shape: an empty tensor is made for its consumer
             value = len(self.values)
             self.values.append(self._step_value(Kind.DERIVED, tensor))
-        self.saved.append(Save(value, signs, self.place(tensor), unpacking))
+            self.saved.append(Save(value, 0, self.place(tensor)))
         self._note_held(packed, Event.SAVE, Event.RELEASE, packed.number)
+
+    def _save_of(self, saved: Saved, tensor: Tensor) -> Save:
+        """Describe the save of a tensor that has a value."""
+        save = Save(saved.value.number, 0, self.place(tensor))
+        if not saved.reads_signs or tensor._is_view():  # of a view the base is saved
+            return save
+        return save._replace(signs=-(-tensor.numel() // 8), unpacking=unpacking_bytes(tensor))
 
     def _note_held(self, packed: Any, begin: Event, end: Event, number: int) -> None:
         """Note that something is held from now on, until autograd drops `packed`."""
@@ -350,24 +352,31 @@ class Trace(Registry):
 
     def step_of(self, events: list[tuple[Event, int]], costs: Sequence[Cost], host: float) -> Step:
         """The step with these events, and these costs of its operators. `host`: see `host_seconds`."""
+        values, saved = in_order(self._values_with_costs(events, costs, host), self.saved)
+        step = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
+        operations = sum(ran.operations for ran in self.operators)
+        return step._replace(seconds=sum(cost.seconds for cost in costs), operations=operations)
+
+    def _values_with_costs(
+        self, events: list[tuple[Event, int]], costs: Sequence[Cost], host: float
+    ) -> list[StepValue]:
+        """The values with the costs of the calls that compute them. Arguments as for `step_of`."""
+        values = list(self.values)
         seconds = [cost.seconds for cost in costs]
         operations = [ran.operations for ran in self.operators]
         leaders = [number if value.leader < 0 else value.leader for number, value in enumerate(self.values)]
         save_counts = Counter(leaders[save.value] for save in self.saved if save.value >= 0)
         host_costs = [host * (_REPEATS + _SAVES * save_counts[number]) for number in range(len(self.values))]
         for number, span in self.call_spans:
-            self._change(
-                number,
+            values[number] = values[number]._replace(
                 seconds=sum(seconds[span.operators]) + host_costs[number],
                 operations=sum(operations[span.operators]),
                 busy=max(0, busy(events[span.events], self.sizes) + span.extra_bytes),
             )
-        for number, value in enumerate(self.values):
+        for number, value in enumerate(values):
             if value.kind == Kind.DERIVED:
-                self._change(number, seconds=host_costs[number])
-        values, saved = in_order(self.values, self.saved)
-        step = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
-        return step._replace(seconds=sum(seconds), operations=sum(operations))
+                values[number] = value._replace(seconds=host_costs[number])
+        return values
 
 
 def _span_of_call(call: Call, result: Tensor, end_event: int, end_operator: int) -> _CallSpan:

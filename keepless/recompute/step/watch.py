@@ -106,17 +106,18 @@ class Watch(Trace):
         self.end(State.FAILED)
 
     def end(self, state: State) -> None:
-        """Stop watching. What is freed from now on is no event."""
-        if not self.is_over:
-            self.state = state
-            self.is_over = True
-            self.events = list(self.events)
-            self.allocations.alive.clear()
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-            self._arriving.clear()
-            self.elsewhere.close()
+        """Stop watching, with this as the last state. A watch ends once: later calls, and their states, do nothing."""
+        if self.is_over:
+            return
+        self.state = state
+        self.is_over = True
+        self.events = list(self.events)  # a copy: what autograd drops from now on is added to the old list alone
+        self.allocations.alive.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._arriving.clear()
+        self.elsewhere.close()
 
     def leave_forward(self) -> None:
         """The calls of the forward pass have run."""
@@ -146,7 +147,10 @@ class Watch(Trace):
 
     @ends_watch
     def _node_runs(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before a node runs: see what it does. The engine drops this mode after the node, and its additions."""
+        """Hook before a node of the backward pass runs: let `allocations` see its operators.
+
+        The engine drops the mode once the node has run and its gradients have been added to others.
+        """
         if torch.is_grad_enabled():  # it makes a graph of its own, as for a penalty on gradients
             return
         self.enter_pass()
@@ -172,9 +176,9 @@ class Watch(Trace):
         """The step, once it has ended."""
         costs = self.allocations.costs()
         events = [event.event if isinstance(event, Gone) else event for event in self.events]
-        for index, (event, number) in enumerate(events):
-            if event == Event.BUSY:
-                events[index] = event, 0 if number < 0 else costs[number].temporaries
+        for index, (event, operator) in enumerate(events):
+            if event == Event.BUSY:  # so far with the number of an operator; with -1 it stands for no event
+                events[index] = event, 0 if operator < 0 else costs[operator].temporaries
         ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
         staying = [(ends[memory], (Event.BUSY, 0)) for memory in self._staying if memory in ends]
         host = host_seconds() if self.allocations.measures else 0.0
@@ -197,21 +201,27 @@ class Watch(Trace):
             return ShapeOnly(tensor)
         if number is None or number in self._exposed:
             return None
-        key = number, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        copy = self._copy_of(tensor, number)
+        if copy is not None:
+            self._packs.setdefault(number, []).append(weakref.ref(packed))
+        return copy
+
+    def _copy_of(self, tensor: Tensor, memory: int) -> Held | None:
+        """A copy of a tensor, which those that are saved from the same place share; None if it cannot be held.
+
+        RuntimeError: host memory has no room for it.
+        """
         if tensor.nbytes < SMALL:
-            copy: Held | None = Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
-        elif key in self._copies:
-            copy = self._copies[key]
-        else:
-            copy = self._copies[key] = self.elsewhere.hold(tensor)
+            return Held(copied(tensor), tensor.shape, tensor.stride(), tensor.device)
+        key = memory, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._copies:
+            self._copies[key] = self.elsewhere.hold(tensor)
             if self.elsewhere.is_full:
                 raise RuntimeError(
                     "host memory has no room for what a watched step saves: recompute_activations(…, example=…) plans "
                     "by a dry step instead"
                 )
-        if copy is not None:
-            self._packs.setdefault(number, []).append(weakref.ref(packed))
-        return copy
+        return self._copies[key]
 
     def read_as_pytorch(self, tensor: Tensor) -> None:
         super().read_as_pytorch(tensor)
@@ -254,8 +264,8 @@ class Watch(Trace):
         was_there, memory, stride = self._arriving.pop(parameter)
         self._gradient_bytes += gradient.nbytes
         new_memory = None if was_there or not is_ordinary(gradient) else self.allocations.memory(gradient)
-        is_taken_over = new_memory == memory
-        if memory is None or stride != gradient.stride() or not (was_there or is_taken_over):
+        has_other_layout = stride != gradient.stride()
+        if memory is None or has_other_layout or not (was_there or new_memory == memory):
             self._note_copy(gradient, new_memory)
             return
         self.allocations.note_operator(_ADD, (gradient, gradient), {}, gradient)  # it is added to one that is there
@@ -373,8 +383,8 @@ class WatchedRecording(Recording):
         target = call.args[0] if call.overwrites and call.args else None
         if isinstance(target, Tensor) and target.dim() and is_ordinary(target):  # scalars are counts
             watch.note_overwritten(target, value_count)
-            is_view = isinstance(target, FakeTensor) and target._is_view()
-            if is_view and torch.is_grad_enabled() and target.grad_fn is not None:
+            is_fake_view = isinstance(target, FakeTensor) and target._is_view()
+            if is_fake_view and torch.is_grad_enabled() and target.grad_fn is not None:
                 target.grad_fn.register_hook(_in_new_memory)
         return result
 
