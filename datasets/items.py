@@ -19,7 +19,7 @@ from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
-from datasets.transforms import TrainingTransform
+from datasets.transforms import TrainingTransform, WrongPixel
 
 _EPOCH_STREAM = 2  # of random numbers; samplers have 0 and 1
 
@@ -65,13 +65,12 @@ class TrainingCrops(_Items):
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         draw = Draw(*key)
-        undecoded = self.dataset.undecoded(draw.image)
+        undecoded_image, undecoded_label = self.dataset.undecoded(draw.image)
+        rng = _generator(self.seed, draw)
         try:
-            height, width = undecoded[0].shape[:2]
-            if draw.pixel is not None and (draw.pixel[0] >= height or draw.pixel[1] >= width):
-                raise LookupError(f"is {width}x{height} pixels")
-            image, label = self.transform(*undecoded, _generator(self.seed, draw), draw.pixel, draw.class_id)
-        except LookupError as error:
+            _check_pixel(draw.pixel, undecoded_image.shape)
+            image, label = self.transform(undecoded_image, undecoded_label, rng, draw.pixel, draw.class_id)
+        except WrongPixel as error:
             raise ValueError(
                 f"{readable(self.dataset.path(draw.image))}: {error}, but the class index has its pixel (row, column) "
                 f"{draw.pixel}: it changed since. Restore it, or remove {self.index_folder} and start again"
@@ -91,6 +90,13 @@ class TrainingCrops(_Items):
     def _further_crop(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """A crop of any image, to be mixed into another."""
         return self.transform(*self.dataset.undecoded(int(rng.integers(len(self)))), rng)
+
+
+def _check_pixel(pixel: tuple[int, int] | None, size: tuple[int, int]) -> None:
+    """WrongPixel if an image of `size` (H, W) is too small to have a pixel (row, column)."""
+    height, width = size
+    if pixel is not None and (pixel[0] >= height or pixel[1] >= width):
+        raise WrongPixel(f"is {width}x{height} pixels")
 
 
 @dataclass(eq=False)

@@ -21,6 +21,10 @@ from datasets.segmentation import Undecoded
 Pixels = np.ndarray | Undecoded
 
 
+class WrongPixel(Exception):
+    """An image or its label does not have the pixel of a class that a crop was asked for."""
+
+
 @dataclass
 class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
@@ -57,7 +61,7 @@ class TrainingTransform:
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
         class. An image that shrinks may lose all pixels of a class. The centre of `pixel` then lies in one pixel of the
         crop, and `class_id` is written there. `image` and `label` are sliced once each, the label again if it lost the
-        class: LookupError if the pixel never had it.
+        class: WrongPixel if the pixel never had it.
         """
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
@@ -97,11 +101,11 @@ def _write_back_class(
 ) -> None:
     """Write the class of `pixel` (row, column) of `label` into a crop of it, which has lost the class by shrinking.
 
-    `offset`: (top, left) of the crop in the label at `scaled_size`. LookupError: the pixel has another class.
+    `offset`: (top, left) of the crop in the label at `scaled_size`. WrongPixel: it has another class.
     """
     y, x = pixel
     if label[y : y + 1, x : x + 1] != class_id:
-        raise LookupError(f"its label has another class than {class_id} there")
+        raise WrongPixel(f"its label has another class than {class_id} there")
     height, width = label.shape[:2]
     row, column = map(scaled_pixel, pixel, (height, width), scaled_size)
     label_crop[row - offset[0], column - offset[1]] = class_id

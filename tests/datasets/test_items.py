@@ -199,6 +199,15 @@ def test_a_pixel_of_another_class_than_the_index_says_is_refused(scale, camvid_f
             crops[Draw(0, 0, 0, 4, pixel)]
 
 
+def test_an_error_of_a_transform_is_not_one_of_the_class_index(camvid_folders):
+    def jitter(image):
+        raise KeyError("hue")
+
+    transform = TrainingTransform((16, 16), colour_jitter=jitter)
+    with pytest.raises(KeyError, match="hue"):
+        TrainingCrops(camvid(camvid_folders, "train"), transform, 0)[0, 0]
+
+
 def test_augmentations_change_a_crop_in_order_and_draw_by_seed_epoch_and_image(dataset):
     plain, mirrored = crops_of(dataset), augmented(dataset, swapped=swapped)
     assert torch.equal(plain[0, 1]["image"].flip(-1), mirrored[0, 1]["image"])
