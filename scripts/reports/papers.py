@@ -35,7 +35,7 @@ TABLES = {  # which experiments name in their files
 # Keys in which two runs of one training may differ: random numbers, the file to start from, and how the
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
-# A resumed run may change them, a row not.
+# Keys that a run may change when it is resumed, but in which a training must not differ from a row's experiment.
 KEPT_ON_RESUMING = ("trainer.patience", "trainer.evaluate_images", "trainer.evaluate_batch_size", "trainer.capture")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
@@ -127,15 +127,16 @@ def results_of(evaluation: str, config: TrainingRun) -> str:
     return options.default_results_file(config).stem
 
 
-def training_of(config: TrainingRun) -> dict[str, object]:
-    """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
-    left_out = {*FREE, *(["data.antialias"] if getattr(config.data, "never_shrinks", False) else [])}
-    values = {
-        name: value
-        for name, value, field in leaves(config)
-        if name not in left_out and (name in KEPT_ON_RESUMING or not field.metadata.get("free_on_resume"))
-    }
-    if values["trainer.capture"] == "auto":  # of an experiment; results say what was decided
+def distinguishing_values(config: TrainingRun) -> dict[str, object]:
+    """{key: value} of the keys that have an effect and distinguish one training, or its score, from another."""
+    without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
+    values = {}
+    for name, value, field in leaves(config):
+        must_stay = name in KEPT_ON_RESUMING or not field.metadata.get("free_on_resume")
+        if must_stay and name not in FREE and name not in without_effect:
+            values[name] = value
+    # The results of a run hold what "auto" became there; an experiment, which has not run, counts as without capture.
+    if values["trainer.capture"] == "auto":
         values["trainer.capture"] = False
     return values
 
@@ -156,9 +157,9 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
 
 def differing_keys(config: TrainingRun, experiment: str) -> dict[str, str]:
     """{key: value as text} in which a run differs from its experiment."""
-    row_keys = _training(experiment)
-    run_keys = training_of(config).items()
-    return {name: as_text(value) for name, value in run_keys if name not in row_keys or row_keys[name] != value}
+    row_values = _values_of_row(experiment)
+    run_values = distinguishing_values(config).items()
+    return {name: as_text(value) for name, value in run_values if name not in row_values or row_values[name] != value}
 
 
 def crops_per_norm(config: TrainingRun, processes: int) -> int:
@@ -168,8 +169,8 @@ def crops_per_norm(config: TrainingRun, processes: int) -> int:
 
 
 @cache
-def _training(experiment: str) -> dict[str, object]:
-    return training_of(_composed(experiment))
+def _values_of_row(experiment: str) -> dict[str, object]:
+    return distinguishing_values(_composed(experiment))
 
 
 def first_of(experiment: str) -> str:
@@ -189,7 +190,7 @@ def equal_trainings(experiment: str) -> list[str]:
 
 @cache
 def _recipe(experiment: str) -> tuple[str, dict[str, object]]:
-    """The entry of an experiment, and what its files set that distinguishes its training (see `training_of`)."""
+    """The entry of an experiment, and what its files set that distinguishes its training."""
     entry = all_experiments()[experiment]
     schema: type[Keys] = SCHEMAS[entry]
     free = {name for name, key in declared_in(schema).items() if key.metadata.get("free_on_resume")}
