@@ -9,7 +9,7 @@ crops of an epoch, in the run's order, continuing into later epochs if needed. S
 crops (ignored pixels show the plain image), classification the class in the title.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -67,9 +67,11 @@ def browse(config: BrowseData) -> list[Path]:
             dataset: Dataset = assemble.classified_split(data, data.train_split, "data.train_split")
         else:
             dataset = assemble.labelled_dataset(cast(SegmentationData, data), "data.train_split", data.train_split)
+        if isinstance(dataset, SegmentationDataset) and data.is_measured:
+            data.mean, data.std = mean_and_deviation(dataset)
         names = [f"page_{number:03d}.png" for number in range(-(-config.count // (ROWS * COLUMNS)))]
         out = folder_for_pictures("out", config.out, dataset, names)
-        crops = islice(training_crops(config, dataset, console), config.count)
+        crops = islice(panels(training_minibatches(config, dataset, console), dataset), config.count)
         while page := list(islice(crops, ROWS * COLUMNS)):
             files.append(out / names[len(files)])
             write_figure(files[-1], sheet(page, dataset), dpi=DPI)
@@ -77,20 +79,21 @@ def browse(config: BrowseData) -> list[Path]:
     return files
 
 
-def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> Iterator[Panel]:
-    """The crops of a run with this configuration, from the first step of the epoch on."""
+def training_minibatches(config: BrowseData, dataset: Dataset, console: Console) -> Iterable[dict]:
+    """The minibatches of a run with this configuration, from the first step of the epoch on."""
     per_minibatch = config.data.crops_per_minibatch
     start_step = config.epoch * minibatches_per_epoch(len(dataset), per_minibatch)
     steps = start_step + -(-config.count // per_minibatch)
     if isinstance(dataset, ClassificationDataset):
-        loader = assemble.classified_crops(config, dataset, steps, World(), start_step)
-    else:
-        with counted(console, "indexing the classes") as progress:
-            index = assemble.class_index(config, dataset, World(), progress)
-        if config.data.is_measured:
-            config.data.mean, config.data.std = mean_and_deviation(dataset)
-        loader = assemble.training_loader(config, dataset, steps, World(), start_step, index)
-    for minibatch in loader:
+        return assemble.classified_crops(config, dataset, steps, World(), start_step)
+    with counted(console, "indexing the classes") as progress:
+        index = assemble.class_index(config, dataset, World(), progress)
+    return assemble.training_loader(config, dataset, steps, World(), start_step, index)
+
+
+def panels(minibatches: Iterable[dict], dataset: Dataset) -> Iterator[Panel]:
+    """A panel for each crop: beside it its labels, or in its title the class."""
+    for minibatch in minibatches:
         for name, image, label in zip(minibatch["name"], minibatch["image"], minibatch["label"].numpy(), strict=True):
             crop = picture(image.permute(1, 2, 0).numpy(), dataset.shown)
             if isinstance(dataset, ClassificationDataset):
@@ -104,10 +107,10 @@ def sheet(page: Sequence[Panel], dataset: Dataset) -> Figure:
     """Draw crops with their titles, and a legend of the classes in their labels."""
     rows = -(-len(page) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * (2 * INCHES + 0.2), rows * (INCHES + 0.4) + 0.9), layout="constrained")
-    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-    for axes in panels:
+    all_axes = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in all_axes:
         axes.set_axis_off()
-    for axes, (title, crop, _) in zip(panels, page, strict=False):
+    for axes, (title, crop, _) in zip(all_axes, page, strict=False):
         axes.imshow(crop)
         axes.set_title(title, loc="left", fontsize=8)
     if isinstance(dataset, SegmentationDataset):

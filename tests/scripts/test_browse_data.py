@@ -10,7 +10,7 @@ from datasets import camvid, minibatches_per_epoch
 from engine import assemble
 from engine.process.console import make_console
 from engine.process.distributed import World
-from scripts.browse_data import browse, sheet, training_crops
+from scripts.browse_data import browse, panels, sheet, training_minibatches
 from tests import trees
 from tests.datasets import classification_trees
 from tests.runs import checked, classification_config, run_config
@@ -38,7 +38,7 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
         dataset, _ = assemble.classified_splits(run.data)
         start = 2 * minibatches_per_epoch(len(dataset), 4)
         seen = [*assemble.classified_crops(run, dataset, start + 2, World())][start:]
-    shown = list(training_crops(browsed, dataset, make_console()))
+    shown = list(panels(training_minibatches(browsed, dataset, make_console()), dataset))
     assert len(shown) == 8  # whole minibatches
     assert data == "camvid" or len(browse(browsed)) == 1
     for number, (title, shown_crop, ids) in enumerate(shown):
