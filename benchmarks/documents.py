@@ -24,7 +24,7 @@ from benchmarks.frame import RESULTS, Benchmark, calls_text
 from benchmarks.summaries import SUMMARIES, picture
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
-from scripts.compare_runs import compared, report
+from scripts.compare_runs import named_groups, report
 from scripts.reports import charts, papers
 from scripts.reports.markdown import table, unfolded
 
@@ -56,7 +56,7 @@ def comparison(name: str, old_text: str) -> str:
     assert command is not None, name
     runs, _, title = (word.partition("=")[2] for word in shlex.split(command[0])[3:])
     folder = COMPARISONS[name]
-    groups, left_out = compared(runs.replace("OUT", str(RESULTS / folder)).strip("[]").split(","))
+    groups, left_out = named_groups(runs.replace("OUT", str(RESULTS / folder)).strip("[]").split(","))
     return report(groups, left_out, title, f"{folder}.png").split("\n", 2)[2].strip()
 
 

@@ -180,14 +180,25 @@ def method_of(run: Run) -> str:
     return {"none": run.typed.norm.name, "activations": "recomputed", "budget": "recomputed"}.get(recompute, recompute)
 
 
-def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
-    """Groups of the runs in folders; and the runs that are left out, with the reason.
+def named_groups(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
+    """Groups of the runs in folders, all with different names; and the runs that are left out, with the reason.
 
-    Runs whose folder names are equal, or dates, are named after their group.
-
-    ValueError: no run has ended, or they are of several tasks.
+    ValueError: no run has ended, they are of several tasks, or two would have the same name.
     """
     runs, left_out = find_runs(folders)
+    check_comparable(folders, runs, left_out)
+    by_keys = by_configuration(runs)
+    groups = [Group(title, members) for title, members in zip(titles_of(by_keys), by_keys, strict=True)]
+    has_telling_names = not any(DATE.fullmatch(run.name) for run in runs)
+    if not has_telling_names or len({run.name for run in runs}) < len(runs):
+        name_after_groups(groups)
+    if len({named_after([run.name]) for run in runs}) < len(runs):
+        raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
+    return groups, left_out
+
+
+def check_comparable(folders: list[str], runs: list[Run], left_out: dict[Path, str]) -> None:
+    """ValueError unless there are runs in `folders`, all of one task."""
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
@@ -195,32 +206,29 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
         scored = {TITLES[run.scores.best]: run.folder for run in runs}
         actual = " and ".join(f"{folder}, scored by {score}" for score, folder in scored.items())
         raise ValueError(f"runs={folders}: expected runs of one task, found {actual}")
-    groups = by_configuration(runs)
-    titles = titles_of(groups)
-    if len({run.name for run in runs}) < len(runs) or any(DATE.fullmatch(run.name) for run in runs):
-        for title, group in zip(titles, groups, strict=True):
-            for run in group:
-                fold = "" if run.fold is None else f", fold={run.fold}"
-                run.name = title if len(group) == 1 else f"{title}{fold}, seed={run.typed.seed}"
-    if len({named_after([run.name]) for run in runs}) < len(runs):
-        raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
-    return [Group(title, group) for title, group in zip(titles, groups, strict=True)], left_out
+
+
+def name_after_groups(groups: list[Group]) -> None:
+    """Change the name of every run to its group's title, followed by fold and seed if the group has several runs."""
+    for title, runs in groups:
+        for run in runs:
+            fold = "" if run.fold is None else f", fold={run.fold}"
+            run.name = title if len(runs) == 1 else f"{title}{fold}, seed={run.typed.seed}"
 
 
 def compare(config: Comparison) -> Path:
-    """Write the report and return the page's path. ValueError: see `compared`, or the copies would replace the runs."""
+    """Write the report and return the page's path.
+
+    ValueError: see `named_groups`, or the copies would replace the runs or other files.
+    """
     out = Path(config.out)
-    groups, left_out = compared(as_list(config.runs))
+    groups, left_out = named_groups(as_list(config.runs))
     folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}
-    if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
-        raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
-    for folder in filter(Path.is_dir, folders):
-        if any(folder.iterdir()) and not is_ours(folder / "results.json", "copy of a run"):
-            raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
+    check_copies(out, folders)
     page = Path(f"{out}.md")
     picture = Path(f"{out}.png")
     writable_file("out", page, kind="comparison")
-    if not page.is_file():
+    if not page.is_file():  # else the picture beside it is ours, too
         writable_file("out", picture)
     for folder, run in folders.items():
         run.write(folder)
@@ -228,6 +236,15 @@ def compare(config: Comparison) -> Path:
     charts.save(curves(groups), picture)
     print(page)
     return page
+
+
+def check_copies(out: Path, folders: dict[Path, Run]) -> None:
+    """ValueError if copies of runs in these folders would replace the runs themselves, or files of others."""
+    if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
+        raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
+    for folder in filter(Path.is_dir, folders):
+        if any(folder.iterdir()) and not is_ours(folder / "results.json", "copy of a run"):
+            raise ValueError(f"out={out}: {folder} holds no copy of a run, and would be overwritten: give another path")
 
 
 main = configured("compare_runs", Comparison)(compare)
