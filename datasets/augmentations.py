@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.class_table import IGNORED, ranges_text
+from datasets.class_table import check_form, check_train_ids, form_of
 
 _STREAM = 3  # of random numbers; samplers and images in memory have 0 to 2
 _FURTHER_STREAM = 4  # that draws further crops
@@ -71,11 +71,12 @@ class Augmentations:
                 new_image, new_label = augment(*arguments, **fields)
             except (Exception, SystemExit) as error:  # anything, from code that is not ours
                 raise ValueError(f"augmentations={name}: {type(error).__name__}: {error}") from error
-            _check_form(name, "image", new_image, image)
+            returned = f"augmentations={name} returned"
+            check_form(f"{returned} the image as", new_image, form_of(image))
             image = new_image
             if label is not None:
-                _check_form(name, "label", new_label, label)
-                _check_ids(name, new_label, classes)
+                check_form(f"{returned} the label as", new_label, form_of(label))
+                check_train_ids(f"{returned} a label", new_label, classes)
                 label = new_label
         return image, label
 
@@ -85,21 +86,3 @@ def moment_fields(function: Any) -> list[str]:
     with suppress(ValueError, TypeError):  # code in C may have no signature
         return [name for name in Moment._fields if name in signature(function).parameters]
     return []
-
-
-def _check_form(name: str, kind: str, new: object, old: np.ndarray) -> None:
-    if _form(new) != _form(old):
-        raise ValueError(f"augmentations={name} returned the {kind} as {_form(new)}: expected {_form(old)}")
-
-
-def _check_ids(name: str, label: np.ndarray, classes: int) -> None:
-    foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
-    if foreign_ids.size:
-        raise ValueError(
-            f"augmentations={name} returned a label with the ids {ranges_text(foreign_ids.tolist())}: expected "
-            f"classes from 0 to {classes - 1}, and {IGNORED} for pixels that do not count"
-        )
-
-
-def _form(array: object) -> str:
-    return f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__

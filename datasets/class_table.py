@@ -217,3 +217,24 @@ def ranges_text(values: Iterable[int]) -> str:
         else:
             runs.append([value])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def check_train_ids(source: str, label: np.ndarray, classes: int) -> None:
+    """ValueError, which begins with its `source`: a label holds other train ids than those of classes and `IGNORED`."""
+    foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
+    if foreign_ids.size:
+        raise ValueError(
+            f"{source} with the ids {ranges_text(foreign_ids.tolist())}: expected classes from 0 to {classes - 1}, and "
+            f"{IGNORED} for pixels that do not count"
+        )
+
+
+def check_form(source: str, array: object, expected: str) -> None:
+    """ValueError, which begins with its `source`: an array has another dtype or shape than `form_of` has said."""
+    if form_of(array) != expected:
+        raise ValueError(f"{source} {form_of(array)}: expected {expected}")
+
+
+def form_of(array: object) -> str:
+    """The dtype and shape of an array, such as "uint8 (64, 64, 3)"; of anything else, its class."""
+    return f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__

@@ -147,7 +147,7 @@ class WholeImages(_Items):
 
     def __getitem__(self, index: int) -> dict:
         """{"image": uint8 tensor (channels, H, W), "label": uint8 tensor (H, W) unless it has none, "name": str}."""
-        image, label, name = self.dataset[index]
+        image, label, name = self.dataset.sample(index)
         item = {"image": _channels_first(image), "name": name}
         if label is not None:
             item["label"] = torch.from_numpy(label)

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets import channels as of_channels
-from datasets.class_table import ClassTable, UnknownIds
+from datasets.class_table import ClassTable, UnknownIds, check_form, check_train_ids
 from datasets.file_list import FileList, file_list_of, readable
 from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_label
 from datasets.stored import COLOURS, Stored, Unreadable, read
@@ -155,6 +155,19 @@ class SegmentationDataset(Dataset):
             self.check_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
 
+    def sample(self, index: int) -> Sample:
+        """`self[index]`. ValueError: see `__getitem__`; or a subclass that makes it makes something else."""
+        sample = self[index]
+        if not self.has_files:
+            image, label, _ = sample
+            source = f"{type(self).__name__} made {readable(self.files[index].name)} with"
+            size = np.shape(image)[:2]
+            check_form(f"{source} an image of", image, f"uint8 {(*size, self.channels)}")
+            if label is not None:
+                check_form(f"{source} a label of", label, f"uint8 {size}")
+                check_train_ids(f"{source} a label", label, len(self.classes))
+        return sample
+
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
         """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.
 
@@ -162,7 +175,7 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         if not self.has_files:
-            arrays: tuple[Any, ...] = self[index][:2]
+            arrays: tuple[Any, ...] = self.sample(index)[:2]
             image, label = (Undecoded(array.shape[:2], array.__getitem__) for array in arrays)
             return image, label
         with restorable():
@@ -189,13 +202,13 @@ class SegmentationDataset(Dataset):
         ValueError if the file is missing, truncated or not an image, or has another number of channels.
         """
         if not self.has_files:
-            return self[index].image
+            return self.sample(index).image
         return self._decode_image(self.path(index))
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
         if not self.has_files:
-            label = self[index].label
+            label = self.sample(index).label
             if label is not None:
                 return label
         return self._decode_label(self._stored_label(index), self.table.train_ids)

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 
 from datasets.augmentations import Moment
 from datasets.items import Draw
+from datasets.samplers import minibatches_per_epoch
 
 
 def state_of(part: Any) -> Any:
@@ -17,17 +18,20 @@ def state_of(part: Any) -> Any:
 
 
 class Draws(Sampler):
-    """The minibatches of a `sampler`. `order`: the arguments of all samplers.
+    """The minibatches that a `sampler` draws from so many `images`. `order`: the arguments of all samplers.
 
     Workers read ahead of the step. So each minibatch waits in `ahead` until a step takes it, with the state that the
-    sampler had after it, which is the state of the run. ValueError: a minibatch is no list of draws.
+    sampler had after it, which is the state of the run.
+
+    ValueError: a minibatch is no list of draws of these images, or the sampler ends before the run.
     """
 
-    def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], steps_per_epoch: int):
+    def __init__(self, sampler: Any, name: str, order: Mapping[str, Any], images: int):
         self.sampler = sampler
         self.name = name
         self.order = order
-        self.steps_per_epoch = steps_per_epoch
+        self.images = images
+        self.steps_per_epoch = minibatches_per_epoch(images, order["crops_per_minibatch"])
         self.ahead = deque[tuple[list[Draw], Any]]()
         self.state = state_of(sampler)
 
@@ -49,13 +53,20 @@ class Draws(Sampler):
     def __iter__(self) -> Iterator[list[Draw]]:
         self.ahead.clear()
         crops, rank, ranks = (self.order[name] for name in ("crops_per_minibatch", "rank", "world_size"))
-        for step, minibatch in enumerate(self.sampler, start=self.order["start_step"] + 1):
+        step, steps = self.order["start_step"], self.order["steps"]
+        steps_to_take = range(step + 1, steps + 1)  # no minibatch after the last is drawn
+        for step, minibatch in zip(steps_to_take, self.sampler, strict=False):
             try:
                 draws = [Draw(*key) for key in minibatch]
             except TypeError as error:
                 expected = "expected a list of (epoch, number) or datasets.Draw"
                 raise ValueError(f"{self.name} gives {minibatch!r}: {expected}") from error
+            absent_images = [draw.image for draw in draws if not 0 <= draw.image < self.images]
+            if absent_images:
+                raise ValueError(f"{self.name} draws image {absent_images[0]}: expected 0 to {self.images - 1}")
             self.ahead.append((draws, state_of(self.sampler)))
             epoch = step / self.steps_per_epoch
             first = (step - 1) * crops + rank * crops // ranks
             yield [draw._replace(moment=Moment(step, epoch, place)) for place, draw in enumerate(draws, start=first)]
+        if step < steps:
+            raise ValueError(f"{self.name} ended after {step} of {steps} minibatches")

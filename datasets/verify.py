@@ -352,14 +352,13 @@ def _note_label(dataset: SegmentationDataset, index: int, file: Stored | None, s
 
 
 def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
-    """Note what a sample holds that a dataset makes itself. ValueError: image and label differ in size."""
-    image, label, _ = dataset[index]
+    """Note what a sample holds that a dataset makes itself. ValueError: see `SegmentationDataset.sample`."""
+    image, label, _ = dataset.sample(index)
     seen.digest = digest(np.ascontiguousarray(image))
     seen.size = (image.shape[1], image.shape[0])
     if label is not None:
         seen.pixels = np.zeros(256, np.int64)
         seen.pixels[[*dataset.label_ids]] = np.bincount(label.reshape(-1), minlength=256)[: len(dataset.classes)]
-        dataset.check_size(dataset.files[index], seen.size, label.shape[::-1])
 
 
 def _image_size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def classified_crops(
         crops = ImagesInFiles(dataset, transform, config.seed, augmentations(config))
     order = order_of(config, total_steps, world, start_step)
     sampler = ShuffledMinibatches(len(dataset), **order)
-    draws = Draws(sampler, "sampler", order, sampler.steps_per_epoch)
+    draws = Draws(sampler, "sampler", order, len(dataset))
     return loader(crops, data, world, batch_sampler=draws, collate_fn=collated)
 
 

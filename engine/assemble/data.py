@@ -18,7 +18,6 @@ from datasets.augmentations import MOST_MIXES, Augmentations, moment_fields
 from datasets.class_list import CLASSES
 from datasets.folder import IN_FOLD
 from datasets.row import Row
-from datasets.samplers import minibatches_per_epoch
 from datasets.segmentation import join_splits
 from datasets.stream import Draws
 from datasets.workers import Loader
@@ -156,8 +155,7 @@ def training_loader(
     source = index if sampler.needs_class_index else len(dataset)
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
     minibatches = builder("sampler", sampler)(source, names=names, **order)
-    steps_per_epoch = minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
-    draws = Draws(minibatches, f"sampler={sampler.name}", order, steps_per_epoch)
+    draws = Draws(minibatches, f"sampler={sampler.name}", order, len(dataset))
     return loader(crops, data, world, batch_sampler=draws)
 
 

@@ -263,9 +263,9 @@ def test_an_augmentation_that_asks_knows_where_in_the_run_its_crop_is(dataset, w
         image[0, 0] = step, place, round(100 * epoch)
         return image, label
 
-    order = {"crops_per_minibatch": 3, "start_step": 1, "rank": 0, "world_size": 1}
-    sampler = ShuffledMinibatches(len(dataset), seed=0, steps=4, **order)
-    draws = Draws(sampler, "sampler", order, sampler.steps_per_epoch)
+    order = {"crops_per_minibatch": 3, "steps": 4, "start_step": 1, "rank": 0, "world_size": 1}
+    sampler = ShuffledMinibatches(len(dataset), seed=0, **order)
+    draws = Draws(sampler, "sampler", order, len(dataset))
     loader = Loader(augmented(dataset, mine=shown), workers, batch_sampler=draws, collate_fn=collated)
     epochs = [round(100 * step / sampler.steps_per_epoch) % 256 for step in (2, 3, 4)]
     for number, minibatch in enumerate(loader):
