@@ -197,10 +197,12 @@ class SegmentationNetwork(nn.Module):
         return logits, tuple(outputs)
 
     def _classified(self, features: Tensor) -> Tensor:
-        """The logits of the head's result. ValueError: it has other channels than the head's out_channels."""
-        if features.shape[1] != self.cls.in_channels:
-            expected = f"expected its out_channels, {self.cls.in_channels}"
-            raise ValueError(f"{type(self.head).__name__} returned {features.shape[1]} channels: {expected}")
+        """The logits of the head's result. ValueError: it is no (N, out_channels of the head, h, w)."""
+        channels = self.cls.in_channels
+        if not isinstance(features, Tensor) or features.dim() != 4 or features.shape[1] != channels:
+            returned = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            expected = f"expected (N, {channels}, h, w), as its out_channels say"
+            raise ValueError(f"{type(self.head).__name__} returned {returned}: {expected}")
         return self.cls(features)
 
     def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module) -> Tensor:

@@ -1,5 +1,6 @@
 """What the choices of a plugin get if they ask for it, in trainings as users start them."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable
 from datasets.row import Row
 from datasets.samplers import ShuffledMinibatches
 from datasets.segmentation import Files, Sample, SegmentationDataset
+from datasets.verify import verify
 from engine import assemble
 from engine.assemble import network_of
 from engine.assemble.contracts import batch_problem, check_choices, parts_named
@@ -25,7 +28,7 @@ from engine.process.distributed import World
 from engine.schema import evaluation
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Sampler, SegmentationData
-from engine.schema.network import Head
+from engine.schema.network import Body, Head
 from engine.schema.segmentation import Loss
 from engine.segmentation import inference
 from engine.segmentation.cross_entropy import Batch, CrossEntropy
@@ -212,9 +215,10 @@ def test_what_a_head_decides_is_a_class_of_each_pixel(result, problem, monkeypat
 
 
 def test_a_head_whose_decide_fails_is_named(monkeypatch):
-    network = network_of(run_config(*SHORT, "head=even"), 19)
+    config = run_config(*SHORT, "head=even")
+    network = network_of(config, 19)
     monkeypatch.setattr(Even, "decide", lambda *_: {}["scores"])
-    with pytest.raises(ValueError, match=r"^Even\.decide: KeyError: 'scores'$"):
+    with pytest.raises(ValueError, match="^head=even: KeyError: 'scores'$"), parts_named(config):
         build._check_classes_of_head(network, torch.device("cpu"))
 
 
@@ -279,13 +283,20 @@ def test_a_sampler_knows_the_names_of_the_images():
     assert minibatch["name"] == sorted(entry.name for entry in train_set.files)[:2]
 
 
-def test_a_sampler_of_other_items_is_refused_before_the_first_step(monkeypatch):
-    monkeypatch.setattr(Named, "keys", lambda _, epoch: [3, 4])
-    config = run_config(*SHORT, "sampler=named")
+@pytest.mark.parametrize(
+    "minibatches, says",
+    [
+        ([[3, 4]], r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"),
+        ([[(0, 0), (0, 1)], [(0, 2), (0, 99)]], r"draws image 99: expected 0 to \d+"),
+        ([[(0, 0), (0, 1)]] * 4, "ended after 4 of 10 minibatches"),
+    ],
+)
+def test_a_sampler_of_other_images_or_too_few_is_refused(minibatches, says, monkeypatch):
+    monkeypatch.setattr(Named, "__iter__", lambda _: iter(minibatches))
+    config = run_config(*SHORT, "sampler=named", "data.workers=0")
     train_set, _ = assemble.labelled_splits(config.data)
-    says = r"gives \[3, 4\]: expected a list of \(epoch, number\) or datasets\.Draw"
-    with pytest.raises(ValueError, match=rf"^sampler=named {says}"):
-        next(iter(assemble.training_loader(config, train_set, 1, World())))
+    with pytest.raises(ValueError, match=rf"^sampler=named {says}$"):
+        list(assemble.training_loader(config, train_set, 10, World()))
 
 
 def without_counts(classes, ignore_index):
@@ -351,6 +362,9 @@ def test_an_error_names_the_choice_whose_code_raised_it_or_that_it_is_about():
         with pytest.raises(type(error)) as raised, parts_named(parts):
             raise error
         assert raised.value is error
+    says = "^try a lower lr, or look for the cause in loss=failing$"
+    with pytest.raises(FloatingPointError, match=says), parts_named(config):
+        raise FloatingPointError("try a lower lr")
     with (
         pytest.raises(ValueError, match="^loss=by_function: IndexError: no such class"),
         parts_named(run_config(*SHORT, "loss=by_function")),
@@ -374,6 +388,70 @@ def test_a_dataset_may_have_no_files(tmp_path):
     config = run_config(*SHORT, "data=memory", "data.train_split=[train,val]")
     with pytest.raises(ValueError, match="memory makes its samples itself: give one split"):
         assemble.labelled_splits(config.data)
+
+
+IMAGE_OF_16, LABEL = np.zeros((16, 16, 3), np.uint8), np.eye(16, dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "image, label, says",
+    [
+        (IMAGE_OF_16 / np.float32(255), LABEL, r"an image of float32 \(16, 16, 3\): expected uint8 \(16, 16, 3\)$"),
+        (IMAGE_OF_16[..., :1], LABEL, r"an image of uint8 \(16, 16, 1\): expected uint8 \(16, 16, 3\)$"),
+        (IMAGE_OF_16, LABEL.astype(np.int64), r"a label of int64 \(16, 16\): expected uint8 \(16, 16\)$"),
+        (IMAGE_OF_16, LABEL[1:], r"a label of uint8 \(15, 16\): expected uint8 \(16, 16\)$"),
+        (IMAGE_OF_16, LABEL + 1, "a label with the ids 2: expected classes from 0 to 1, and 255 for"),
+    ],
+)
+def test_samples_of_another_form_are_refused_before_the_first_step_and_in_workers(image, label, says, monkeypatch):
+    monkeypatch.setattr(InMemory, "__getitem__", lambda _, number: Sample(image, label, f"{number}"))
+    config = run_config(*SHORT, "data=memory", "data.workers=1")
+    train_set, _ = assemble.labelled_splits(config.data)
+    loader = assemble.training_loader(config, train_set, 1, World())
+    for read in (lambda: verify(train_set, 0), lambda: list(loader)):
+        with pytest.raises(ValueError, match="^data=memory: ") as error, parts_named(config):
+            read()
+        assert re.search(f"InMemory made [0-3] with {says}", str(error.value), re.MULTILINE)
+
+
+def test_an_error_of_a_part_s_code_in_a_worker_is_named(monkeypatch):
+    monkeypatch.setattr(InMemory, "__getitem__", lambda _, number: {}["image"])
+    config = run_config(*SHORT, "data=memory", "data.workers=1")
+    train_set, _ = assemble.labelled_splits(config.data)
+    with pytest.raises(ValueError, match="^data=memory: KeyError: "), parts_named(config):
+        list(assemble.training_loader(config, train_set, 1, World()))
+
+
+class PlainImages(Dataset):
+    def __init__(self, root, split):
+        pass
+
+
+def library_network(norm_act, classes, output_stride):
+    return nn.Sequential(nn.Conv2d(3, 8, 3))
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("data=plain_images", r"PlainImages, which makes a PlainImages: expected a SegmentationDataset or Classif"),
+        ("body=library_network", r"library_network, which makes a Sequential: expected a models\.bodies\.body\.Body"),
+    ],
+)
+def test_a_part_of_another_class_than_its_contract_says_is_refused(word, says):
+    config = run_config(*SHORT, word)
+    with pytest.raises(ValueError, match=rf"{word} builds {__name__}\.{says}"):
+        assemble.labelled_splits(config.data)
+        network_of(config, 19)
+
+
+def test_a_head_that_returns_no_features_is_refused(monkeypatch):
+    monkeypatch.setattr(Even, "forward", lambda self, features: self.layers(features).mean(dim=(2, 3)))
+    config = run_config(*SHORT, "head=even")
+    network = network_of(config, 19)
+    says = r"^head=even: Even returned \(2, 19\): expected \(N, 19, h, w\), as its out_channels say$"
+    with pytest.raises(ValueError, match=says), parts_named(config):
+        network(torch.zeros(2, 3, 64, 64))
 
 
 class Mosaic:
@@ -427,6 +505,8 @@ OWN = (  # group, class, name, what it builds
         "memory",
         Row(lambda _, split: InMemory(split), {"train": None, "val": None}, classes=2),
     ),
+    ("data", SegmentationData, "plain_images", Row(PlainImages, {"train": None, "val": None}, classes=2)),
+    ("body", Body, "library_network", f"{__name__}.library_network"),
     ("augmentations", Augmentation, "alone", f"{__name__}.for_two"),
     ("augmentations", Augmentation, "mosaic", Mosaic),
 )

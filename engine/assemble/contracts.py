@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from inspect import Parameter, signature
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch import nn, optim
+
+from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.process.allocations import is_out_of_memory
 from engine.process.plugins import hidden_library
@@ -22,6 +26,7 @@ from engine.schema.network import Body, Head, Norm
 from engine.schema.optim import LRSchedule, Optim
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import CAPTURE_ADVICE, TrainingRun
+from models import bodies
 
 
 class Contract(NamedTuple):
@@ -29,31 +34,37 @@ class Contract(NamedTuple):
 
     bases: tuple[type[Any], ...]  # the program reads their keys; a choice's own keys are the others
     gives: str  # what the call returns
+    product: type | tuple[type, ...] = object  # its class
     methods: tuple[str, ...] = ()  # methods of the result
     optional: tuple[str, ...] = ()  # arguments of `called_with` that it may lack
     on_request: tuple[str, ...] = ()  # further arguments, for what names them in its signature
 
 
-_OURS = ("engine.", "datasets.", "models.", "keepless.", "torch.")
+_OURS = ("engine.", "datasets.", "models.", "keepless.", "torch.", "builtins.")
+_OF_NUMBERS = ("norm=", "body=", "head=", "loss=", "optim=")  # may make losses and weights infinite or NaN
+_CLASSES_MADE: dict[type, str] = {}  # GROUP=NAME by the class of what a choice of one's own has made
 CONTRACTS: Mapping[str, Contract] = {
-    "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape"),
-    "body": Contract((Body,), "a models.bodies.body.Body"),
+    "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape", nn.Module),
+    "body": Contract((Body,), "a models.bodies.body.Body", bodies.Body),
     # If what is built has `reads`, in_channels and features are lists: see `models.segmentation.features_read`.
-    "head": Contract((Head,), "a module with out_channels, features -> features", on_request=("classes",)),
-    "loss": Contract((Loss,), "a module, logits, labels -> scalar"),  # its `forward` may name `batch` as well
+    "head": Contract((Head,), "a module with out_channels, features -> features", nn.Module, on_request=("classes",)),
+    "loss": Contract((Loss,), "a module, logits, labels -> scalar", nn.Module),  # its `forward` may name `batch`
     "data": Contract(
         (Data, SegmentationData, ClassificationData, ImageNetData, SmallImagesData),
         "a SegmentationDataset or ClassificationDataset",
+        (SegmentationDataset, ClassificationDataset),
     ),
     "sampler": Contract(
         (Sampler,), "an iterable of minibatches, lists of (epoch, number) or datasets.Draw", on_request=("names",)
     ),
     # The groups of parameters have lr and weight_decay, too.
-    "optim": Contract((Optim,), "a torch.optim.Optimizer", optional=("lr", "weight_decay", "fused")),
-    "lr_schedule": Contract((LRSchedule,), "a torch.optim.lr_scheduler.LRScheduler"),
+    "optim": Contract((Optim,), "a torch.optim.Optimizer", optim.Optimizer, optional=("lr", "weight_decay", "fused")),
+    "lr_schedule": Contract((LRSchedule,), "a torch.optim.lr_scheduler.LRScheduler", optim.lr_scheduler.LRScheduler),
     "augmentations": Contract((Augmentation,), "a function: crop, label or None, np.random.Generator -> both"),
-    "logger": Contract((Logger,), "an object with end(status)", ("end",)),
-    "scores": Contract((Score,), "an object with add(prediction, label), counts and scores()", ("add", "scores")),
+    "logger": Contract((Logger,), "an object with end(status)", methods=("end",)),
+    "scores": Contract(
+        (Score,), "an object with add(prediction, label), counts and scores()", methods=("add", "scores")
+    ),
 }
 
 
@@ -61,10 +72,11 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
     """What builds a choice: called with the arguments of its contract, it also gets the choice's own keys.
 
     `extra`: further arguments that this call gives.
-    ValueError, naming the choice: it cannot be imported, or does not take these arguments.
+    ValueError, naming the choice: it cannot be imported, or does not take these arguments; when called, it makes
+    something else than its contract says.
     """
     contract = CONTRACTS[group]
-    kind = type(choice)
+    kind: type[Any] = type(choice)
     keys = own_keys(group, choice)
     factory = _factory(group, kind)
     parameters = signature(factory).parameters
@@ -85,7 +97,12 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
 
     def build(*positional: Any, **arguments: Any) -> Any:
         wanted = {name: value for name, value in arguments.items() if name not in unwanted}
-        return factory(*positional, **{**keys, **wanted})
+        product = factory(*positional, **{**keys, **wanted})
+        if not isinstance(product, contract.product):
+            product_name = type(product).__name__
+            raise ValueError(f"{_choice_text(group, kind)}, which makes a {product_name}: expected {contract.gives}")
+        _CLASSES_MADE[type(product)] = f"{group}={kind.name}"
+        return product
 
     return build
 
@@ -121,41 +138,51 @@ def parts_named(config: TrainingRun) -> Iterator[None]:
     """Context that puts GROUP=NAME before an error that comes from the user's own choice, or is about it."""
     try:
         yield
-    except (MemoryError, FloatingPointError, ConnectionError):
+    except (MemoryError, ConnectionError):
         raise
-    except Exception as error:
-        name = None if is_out_of_memory(error) else _part_behind(error, config)
-        if name is None or name in str(error):
+    except FloatingPointError as error:
+        names = sorted({name for name in _names_of_own_choices(config).values() if name.startswith(_OF_NUMBERS)})
+        if not names:
             raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{name}: {kind}{error}") from error
+        raise FloatingPointError(f"{error}, or look for the cause in {' and '.join(names)}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        message = re.split(rf"\n(?:\w+\.)*{kind}: ", str(error))[-1].strip()  # of a data worker, after its traceback
+        name = None if is_out_of_memory(error) else _part_behind(error, message, config)
+        if name is None or name in message:
+            raise
+        reason = message if isinstance(error, ValueError) else f"{kind}: {message}"
+        raise ValueError(f"{name}: {reason}") from error
 
 
-def _part_behind(error: Exception, config: TrainingRun) -> str | None:
+def _part_behind(error: Exception, message: str, config: TrainingRun) -> str | None:
     """The choice of one's own, GROUP=NAME, whose code is innermost in a traceback, or whose class begins the message.
 
-    If there is neither, the one whose module has the innermost code: a function may make a class.
+    If there is neither, the one whose module has the innermost code. A data worker's traceback is in its error's text.
     """
     names = _names_of_own_choices(config)
     names_by_module = {factory.__module__: name for factory, name in names.items()}
     frames = _frames(error)
+    files = {module: getattr(sys.modules.get(module), "__file__", None) for module in names_by_module}
     modules = (frame.f_globals.get("__name__") for frame in frames)
     candidates = itertools.chain(
         (names[factory] for frame in frames for factory in names if _is_frame_of(factory, frame)),
-        (names[factory] for factory in names if re.match(rf"(the head's )?{factory.__name__}\b", str(error))),
+        (names[factory] for factory in names if re.match(rf"(the head's )?{factory.__name__}\b", message)),
         (names_by_module[module] for module in modules if module in names_by_module),
+        (names_by_module[module] for module, file in files.items() if f'File "{file}"' in str(error)),
     )
     return next(candidates, None)
 
 
 def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
-    """GROUP=NAME of each choice whose class or function is not ours, by that class or function."""
-    names = {}
-    for group, choice in _choices_of(config):
-        factory = _factory(group, type(choice))
-        if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS):
-            names[factory] = f"{group}={choice.name}"
-    return names
+    """GROUP=NAME of each choice that is not ours, by its class or function, and by the class that this has made."""
+    names = {_factory(group, type(choice)): f"{group}={choice.name}" for group, choice in _choices_of(config)}
+    names |= {kind: name for kind, name in _CLASSES_MADE.items() if name in names.values()}
+    return {
+        factory: name
+        for factory, name in names.items()
+        if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS)
+    }
 
 
 def _frames(error: BaseException) -> list[FrameType]:
@@ -165,9 +192,10 @@ def _frames(error: BaseException) -> list[FrameType]:
 
 
 def _is_frame_of(factory: Any, frame: FrameType) -> bool:
-    """Whether a frame runs a function, or a method of a class."""
+    """Whether a frame runs a function, or a method or function whose first argument is an object of a class."""
     if isinstance(factory, type):
-        return isinstance(frame.f_locals.get("self"), factory)
+        first_argument = next(iter(frame.f_locals.values()), None)
+        return isinstance(first_argument, factory)
     return frame.f_code is getattr(factory, "__code__", "")
 
 
@@ -209,6 +237,6 @@ def takes_argument(factory: Callable[..., Any], name: str) -> bool:
 
 
 def _choice_text(group: str, kind: type[Any]) -> str:
-    builds = kind.builds
+    builds = kind.builds.make if isinstance(kind.builds, Row) else kind.builds
     place = builds if isinstance(builds, str) else f"{builds.__module__}.{getattr(builds, '__qualname__', builds)}"
     return f"{group}={kind.name} builds {place}"

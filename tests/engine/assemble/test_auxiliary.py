@@ -103,5 +103,5 @@ def test_a_head_may_have_several_and_its_channels_are_compared():
     assert net.strides == (net.stride, 4, net.stride) and outputs.auxiliary[0].logits.shape == (2, 3, 16, 16)
     assert isinstance(net.eval()(torch.rand(1, 3, 64, 64)), torch.Tensor)
     net.cls = nn.Conv2d(net.cls.in_channels + 1, 3, 1)
-    with pytest.raises(ValueError, match=r"^DeepLabV3 returned \d+ channels: expected its out_channels, \d+"):
+    with pytest.raises(ValueError, match=r"^DeepLabV3 returned \(1, \d+, \d, \d\): expected \(N, \d+, h, w\), as its"):
         net(torch.rand(1, 3, 64, 64))

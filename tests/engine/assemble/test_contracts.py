@@ -19,6 +19,7 @@ from engine.schema.network import Head, Norm
 from engine.schema.optim import Optim
 from engine.schema.segmentation import Loss, SegmentationRun
 from keepless import ABN
+from models.bodies import Body
 from tests.choices import forgotten
 from tests.engine.test_every_key import small_choice
 from tests.runs import run_config
@@ -59,6 +60,7 @@ def test_a_norm_that_refuses_an_activation_is_named():
 
 def of_three(norm_act, classes, output_stride):
     """A body that takes no other number of channels."""
+    return Body()
 
 
 def test_a_body_of_three_channels_alone_is_refused_by_name_for_others():
@@ -67,7 +69,7 @@ def test_a_body_of_three_channels_alone_is_refused_by_name_for_others():
         name: str = "of_three"
         builds: ClassVar[str] = f"{__name__}.of_three"
 
-    assert network.body(OfThree(), ABN) is None
+    assert isinstance(network.body(OfThree(), ABN), Body)
     message = r"^body=of_three builds .*of_three, which must take \(norm_act, .*in_channels=\): got an unexpected"
     with pytest.raises(ValueError, match=message):
         network.body(OfThree(), ABN, channels=4)
