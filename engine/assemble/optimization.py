@@ -19,7 +19,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     """The optimiser over all parameters that are not frozen, with their names, which checkpoints hold.
 
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
-    ValueError: its step needs a closure.
+    ValueError: its step needs a closure, or its `state_dict` is not as PyTorch's.
     """
     groups: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
     for name, parameter in network.named_parameters():
@@ -40,6 +40,11 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             f"optim={config.name}: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
             f"trainings do not give; choose an optimiser that steps by its gradients alone, such as optim=adamw"
         )
+    missing_parts = {"state", "param_groups"} - optimizer.state_dict().keys()
+    if missing_parts:
+        lacks = f"{type(optimizer).__name__}.state_dict() lacks {' and '.join(sorted(missing_parts))}"
+        advice = "so no checkpoint could be continued: let it add to super().state_dict()"
+        raise ValueError(f"optim={config.name}: {lacks}, {advice}")
     if optimizer.defaults.get("dampening"):  # the first gradient is not dampened, but would be with the momentum below
         for group in (optimizer.defaults, *optimizer.param_groups):
             group["fused"] = False

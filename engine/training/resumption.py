@@ -111,12 +111,15 @@ def check(config: TrainingRun) -> None:
                 raise ValueError(f"{differ}, but two whole runs differ already: {first}. {cure}")
             first = _first_difference(whole, before_stop | after_stop, config)
             cure = "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
+            if "augmentations=" in first:
+                cure = "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
             raise ValueError(f"{differ} {stopped}: {first or parts[0]}. {cure}")
     if plugins.LOADED:
         mark = _mark_of_passing(config)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    make_console().print(f"debug=resume: all is equal after {steps} steps, also {stopped}", soft_wrap=True)
+    limits = f"(What begins after step {steps}, or is in no checkpoint, such as a logger's count, was not compared.)"
+    make_console().print(f"debug=resume: all is equal after {steps} steps, also {stopped}. {limits}", soft_wrap=True)
 
 
 def has_passed(config: TrainingRun) -> bool:

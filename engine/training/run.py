@@ -154,7 +154,11 @@ class Run(Generic[Config, Split]):
         try:
             learner.load_state_dict(state)
         except ValueError as error:
-            raise self._resume_error(error) from error
+            is_of_pytorch = type(learner.optimizer).__module__.startswith("torch.")
+            if is_of_pytorch or "its optimiser's" not in str(error):
+                raise self._resume_error(error) from error
+            cure = f"Let the state of optim={self.config.optim.name} keep the shapes of its first step"
+            raise self._resume_error(error, cure) from error
 
     def _resume_error(self, problem: str | ValueError, cure: str = "Restore the checkpoint") -> ValueError:
         """An error that names the run and its checkpoint, says why the run cannot be resumed, and what to do."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from datasets import ShuffledMinibatches
+from engine.assemble.optimization import optimizer
 from engine.checkpoint import files as checkpoint
 from engine.process import plugins
 from engine.schema import keys
@@ -108,6 +109,18 @@ class SavedInner(Inner):
         self.inner.state.update({parameters[number]: value for number, value in state["inner"].items()})
 
 
+class Lengthening(torch.optim.Optimizer):
+    """Keeps all gradients of each parameter in a tensor."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            past = [self.state[parameter]["past"]] if parameter in self.state else []
+            self.state[parameter]["past"] = torch.cat([*past, parameter.grad[None]])
+
+
 class Wandering(LRScheduler):
     """A rate that depends on all weights before."""
 
@@ -163,6 +176,7 @@ OWN = (
     ("augmentations", Augmentation, "late_by_arguments", f"{__name__}.late_by_arguments"),
     ("optim", Optim, "inner", Inner),
     ("optim", Optim, "saved_inner", SavedInner),
+    ("optim", Optim, "lengthening", Lengthening),
     ("lr_schedule", LRSchedule, "wandering", Wandering),
     ("lr_schedule", LRSchedule, "saved_wandering", SavedWandering),
     ("head", DeepLabV3Head, "counting", Counting),
@@ -196,6 +210,7 @@ def test_parts_with_state_dict_resume_to_the_bit_also_where_workers_read_ahead(c
     check(*words, "head.auxiliary_weight=0.4")
     message = capsys.readouterr().out
     assert "debug=resume: all is equal after 8 steps, also if a run is stopped after step 6 and continued" in message
+    assert "(What begins after step 8, or is in no checkpoint, such as a logger's count, was not compared.)" in message
     assert resumption.has_passed(checked("train_seg", *SHORT, *SMALL, *words, "head.auxiliary_weight=0.4"))
 
 
@@ -218,6 +233,7 @@ def test_a_part_that_keeps_what_no_checkpoint_has_is_named(word, first):
     message = str(error.value)
     assert "differ if a run is stopped after step 6 and continued" in message and first in message, message
     assert word.replace("[", "").replace("]", "") in message
+    assert ("compute from step, epoch, place and rng" in message) == word.startswith("augmentations")
 
 
 def test_where_two_whole_runs_differ_it_says_so_first(monkeypatch):
@@ -278,6 +294,18 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tm
     words = (*SHORT, *SMALL, "trainer.resume_check=0", "sampler=saved_growing", f"run_dir={tmp_path / 'run'}")
     with pytest.raises(ValueError, match="^sampler=saved_growing has a state_dict of more than tensors, numbers"):
         train(checked("train_seg", *words))
+
+
+def test_an_optimiser_whose_state_cannot_be_continued_is_named(tmp_path, monkeypatch):
+    words = (*SHORT, *SMALL, "trainer.resume_check=0", "trainer.steps=2", f"run_dir={tmp_path}", "resume=auto")
+    train(checked("train_seg", *words, "optim=lengthening"))
+    says = r"past of .* expected .*\. Let the state of optim=lengthening keep the shapes of its first step, or give"
+    with pytest.raises(ValueError, match=says):
+        train(checked("train_seg", *words, "optim=lengthening"))
+    monkeypatch.setattr(SavedInner, "state_dict", lambda self: {"state": {}, "slow": []})
+    config = checked("train_seg", *SHORT, "optim=saved_inner")
+    with pytest.raises(ValueError, match=r"^optim=saved_inner: SavedInner\.state_dict\(\) lacks param_groups"):
+        optimizer(config.optim, nn.Linear(2, 1), ())
 
 
 def test_a_training_with_plugins_that_no_check_has_passed_says_so(tmp_path, monkeypatch):
