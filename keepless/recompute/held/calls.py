@@ -91,9 +91,7 @@ def begin_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks 
         kept = value.source if isinstance(value, Value) else value
         if not isinstance(kept, Kept) or kept.is_modified():
             continue
-        with torch.inference_mode(False), torch.no_grad():
-            original = kept.original(tensor)
-            copy = original.clone().requires_grad_(original.requires_grad and original.is_leaf)
+        copy = _copy_of(kept, tensor)
         if isinstance(value, Value):
             write.originals[value] = kept
             value.source = Kept(copy, outer)
@@ -102,6 +100,13 @@ def begin_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks 
             kept.packed = copy
             kept.version = copy._version
     return write
+
+
+def _copy_of(kept: Kept, sharing: Tensor) -> Tensor:
+    """A copy of a kept tensor, also in its need of a gradient. `sharing`: another tensor in its memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        original = kept.original(sharing)
+        return original.clone().requires_grad_(original.requires_grad and original.is_leaf)
 
 
 def _is_read_from(value: Value | Kept, storage_address: int) -> bool:

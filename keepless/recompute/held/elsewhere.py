@@ -90,14 +90,14 @@ class Elsewhere:
 
         They are in a file, or if there can be none, in host memory.
         """
-        begin = -(-(self._free - remainder) // _ALIGNED) * _ALIGNED + remainder
-        try:
-            if begin + size > len(self._newest_file):
+        begin = self._free + (remainder - self._free) % _ALIGNED
+        if begin + size > len(self._newest_file):
+            try:
                 self._newest_file = memoryview(self._new_file(remainder + size))
-                begin = remainder
-        except OSError as error:
-            _say_that_there_is_no_file(error.strerror)
-            return memoryview(mmap.mmap(-1, remainder + size))[remainder:] if self._take_room(size) else None
+            except OSError as error:
+                _say_that_there_is_no_file(error.strerror)
+                return memoryview(mmap.mmap(-1, remainder + size))[remainder:] if self._take_room(size) else None
+            begin = remainder
         self._free = begin + size
         return self._newest_file[begin : self._free]
 
@@ -118,9 +118,9 @@ class Elsewhere:
         self._newest_file = memoryview(b"")
 
     def _take_room(self, size: int) -> bool:
-        """Take so many bytes of host memory; False if that would be more than half of what is free."""
-        self.is_full = self.bytes + size > _SHARE * (self.bytes + free_host_bytes())
-        if self.is_full:
+        """Take so many bytes of host memory; False if that would be more than half of what is free: it is full."""
+        if self.bytes + size > _SHARE * (self.bytes + free_host_bytes()):
+            self.is_full = True
             return False
         self.bytes += size
         return True

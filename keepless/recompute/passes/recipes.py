@@ -24,6 +24,7 @@ from .registry import Registry
 LONGEST = 12
 LONGEST_PLANNED = 200
 STATE_BYTES = torch.default_generator.get_state().nbytes  # of the CPU's generators
+CUDA_STATE_BYTES = 16
 DEEPEST = 250  # recipes in a chain, which call each other: views and casts may lengthen it
 
 
@@ -50,23 +51,31 @@ def prepare_to_repeat(registry: Registry, rule: Rule, call: Call, result: Tensor
         find = Finder(registry, result, room, saved_leaves, call.before)
         again = rule(find, call.args, call.kwargs, result)
         if room is not None:
-            kept_bytes = find.kept_bytes
-            if not registry.by_plan:
-                kept_bytes += kept_bytes_below(find.values, only_unread=True)
-                inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
-                if kept_bytes_below(inputs) > MUCH * room:
-                    raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
-            if kept_bytes > room:
-                raise NotRepeated("smaller than what would be kept for it")
-        if again.draws:
-            state = 16 if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
-            if call.random is None or (not call.is_advised and MUCH * state > call.freeable_bytes(result)):
-                raise NotRepeated("its random numbers are not worth keeping")
-            again = again._replace(function=partial(_draw_again, *call.random, again.function))
+            _refuse_if_too_much_is_kept(find, again, room)
+        return _with_state(again, call, result) if again.draws else again
     except NotRepeated as reason:
         call.why = str(reason)
         return None
-    return again
+
+
+def _refuse_if_too_much_is_kept(find: Finder, again: Again, room: int) -> None:
+    """NotRepeated if a recipe would keep more than the bytes that it frees (`room`), or read far more than those."""
+    kept_bytes = find.kept_bytes
+    if not find.registry.by_plan:
+        kept_bytes += kept_bytes_below(find.values, only_unread=True)
+        inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
+        if kept_bytes_below(inputs) > MUCH * room:
+            raise NotRepeated(f"over {MUCH} times smaller than what it is computed from")  # e.g. a mean
+    if kept_bytes > room:
+        raise NotRepeated("smaller than what would be kept for it")
+
+
+def _with_state(again: Again, call: Call, result: Tensor) -> Again:
+    """The repeated call, with the random state before the call. NotRepeated: none is known, or it is too large."""
+    state_bytes = CUDA_STATE_BYTES if result.is_cuda else STATE_BYTES  # a fake tensor has no generator of its own
+    if call.random is None or (not call.is_advised and MUCH * state_bytes > call.freeable_bytes(result)):
+        raise NotRepeated("its random numbers are not worth keeping")
+    return again._replace(function=partial(_draw_again, *call.random, again.function))
 
 
 def give_recipe(registry: Registry, again: Again, call: Call, result: Tensor, longest: int = LONGEST) -> Value | None:
@@ -169,13 +178,14 @@ def give_planned_recipes(
 
 
 def read_result_instead(registry: Registry, call: Call, result: Tensor, value: Value, serves: bool = True) -> None:
-    """Read a kept result in place of saved arguments, if it `serves`, and of its base. `value`: the result's.
+    """Let a kept result be read in place of its base, and if it `serves`, of saved arguments. `value`: the result's.
 
-    The program may overwrite it, as PyTorch alone does not read it: then it is copied, as for a recipe.
+    The program may overwrite the result, which PyTorch alone does not read: then it is copied, as for a recipe.
     """
-    for saved in call.replaceable if serves else ():
-        saved.read_instead(value)
-        value.readers += (weakref.ref(saved),)
+    if serves:
+        for saved in call.replaceable:
+            saved.read_instead(value)
+            value.readers += (weakref.ref(saved),)
     base = result._base
     if base is not None and base.numel() == result.numel() and call.has_made(base):
         base_value = registry.find_value(base) or registry.keep(base)  # other views of it are recomputed from this
@@ -185,7 +195,7 @@ def read_result_instead(registry: Registry, call: Call, result: Tensor, value: V
 def _run_again(
     function: Callable[..., Any], needs_grad: Sequence[bool], saves: dict[int, bool], forms: list[Any], *arguments: Any
 ) -> list[Tensor]:
-    """Run a function with gradients, as in the forward pass; return what it saves inside, and perhaps its result.
+    """Run a function with gradients, as in the forward pass; return what it saves inside, and its result if wanted.
 
     `saves`: the numbers of these among all that it saves, and whether they are views of what is wanted. `forms`: the
     shape, dtype and strides of each tensor to return.
@@ -206,7 +216,7 @@ def _run_again(
     ]
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda packed: packed):  # nothing is unpacked
         result = function(*leaves)
-    tensors = [*parts, result.detach()][: len(forms)]
+    tensors = [*parts, result.detach()][: len(forms)]  # the result, which comes last, may have no form: not wanted
     if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in forms]:
         raise RuntimeError(
             f"{function} has run again for the backward pass, and has saved other tensors than in the forward "

@@ -301,12 +301,13 @@ class Recording(TorchFunctionMode):
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
+        registry = self.registry
+        rule = call.row.again if registry.by_plan or not call.row.is_slow else None
         mode = self.changing_mode if dispatch_modes_on() == self.dispatch_mode_count else changing_mode()
         # Other hooks inside ours may be a checkpoint's.
         is_hidden = transform_level() is not None or mode is not None or not self.is_innermost()
         if is_hidden or not torch.is_grad_enabled():
-            return self._run_unrecorded(call, mode)
-        registry = self.registry
+            return self._run_unrecorded(call, rule, mode)
         if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
             call.version = call.args[0]._version
             call.before = derive_value(registry, call.args[0])
@@ -316,19 +317,24 @@ class Recording(TorchFunctionMode):
         registry.call = call
         try:
             result = call.function(*call.args, **call.kwargs)
-            self._conclude_call(call, result)
+            self._conclude_call(call, rule, result)
         finally:
             registry.call = registry.log.function = None
         return result
 
-    def _run_unrecorded(self, call: Call, mode: type | None) -> Any:
-        """Run a call that makes no graph, or that is hidden by a transform, by a mode of the program, or by hooks."""
+    def _run_unrecorded(self, call: Call, rule: Rule | None, mode: type | None) -> Any:
+        """Run a call that makes no graph, or that is hidden by a transform, by a mode of the program, or by hooks.
+
+        `rule`: the one that would repeat it, if any. `mode`: the program's.
+        """
         needs_grad = torch.is_grad_enabled()  # asked before the call, which may switch gradients
         is_wrapped = transform_level() is not None
         result = call.function(*call.args, **call.kwargs)
         self.registry.storages.note_made(call.arguments, result, call.site or True)
         if mode is not None:
-            self._keep_under_mode(call, result, mode)
+            self._keep_unless_known(result)
+            if rule is not None:
+                self._note_refused(mode, rule, call, result)
         elif needs_grad:
             hooks = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
             self.registry.unseen = "torch.vmap" if is_wrapped else hooks
@@ -338,24 +344,25 @@ class Recording(TorchFunctionMode):
     def note_conclusion(self, call: Call, result: Any, is_hidden: bool = False) -> None:
         """A call has run, and the rules have decided about it, unless it was hidden."""
 
-    def _keep_under_mode(self, call: Call, result: Any, mode: type) -> None:
-        """Keep what a call has returned under a mode that may change it, and note whether it would be recomputed."""
+    def _keep_unless_known(self, result: Any) -> None:
+        """Keep the tensors in a call's result that the pass has made and that have no values yet."""
         registry = self.registry
-        row = call.row
         for tensor in tensors_in(result):
             if registry.storages.is_made(tensor) and registry.find_value(tensor) is None:
                 registry.keep(tensor)
-        rule = row.again if registry.by_plan or not row.is_slow else None
-        if registry.refused_mode is not None or rule is None or not isinstance(result, Tensor):
+
+    def _note_refused(self, mode: type, rule: Rule, call: Call, result: Any) -> None:
+        """Note the first mode under which a call has run whose result would have got a recipe otherwise."""
+        registry = self.registry
+        if registry.refused_mode is not None or not isinstance(result, Tensor):
             return
         if registry.storages.is_made(result) and prepare_to_repeat(registry, rule, call, result) is not None:
             registry.refused_mode = mode
 
-    def _conclude_call(self, call: Call, result: Any) -> None:
-        """Decide about a call's result, and note what the call has made."""
+    def _conclude_call(self, call: Call, rule: Rule | None, result: Any) -> None:
+        """Decide about a call's result, and note what the call has made. `rule`: how to repeat it; None: not at all."""
         row = call.row
         registry = self.registry
-        rule = row.again if registry.by_plan or not row.is_slow else None
         if (
             rule is not None
             and isinstance(result, Tensor)
@@ -365,14 +372,15 @@ class Recording(TorchFunctionMode):
             if call.inside:
                 drop_foreign_parts(registry, call, result)
             is_written = call.version is not None and result is call.args[0] and result._version == call.version + 1
-            if is_written or not (call.overwrites or id(result) in map(id, call.arguments)):
+            is_new = not (call.overwrites or id(result) in map(id, call.arguments))
+            if is_written or is_new:
                 self.decide(rule, call, result)
         else:
             call.why = "only a budget repeats it" if row.is_slow else ""
         registry.storages.note_made(call.arguments, result, call.site or True)
         if call.why and isinstance(result, Tensor) and result.grad_fn is not None:
             registry.log.explain(result, registry.find_value(result), call.why)
-        for value, tensor in call.unsettled:
+        for value, tensor in call.unsettled:  # those that have got no recipe go to the hooks around (rule 10)
             if isinstance(value.source, Kept) and not (value.sign_consumer_count or value.source.is_modified()):
                 value.source = Kept(tensor, registry.outer)
         self.note_conclusion(call, result)

@@ -142,10 +142,11 @@ class Registry:
 
     def clear(self, has_raised: bool) -> None:
         """The forward pass has ended; if by an error, perhaps a checkpoint's, whose hooks take no more tensors."""
-        for reference in [] if has_raised else self.sign_values:
-            value = reference()
-            if value is not None:
-                value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
+        if not has_raised:
+            for reference in self.sign_values:
+                value = reference()
+                if value is not None:
+                    value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         self.by_id = {}
         self.freed = []
         self.sign_values = []
@@ -279,7 +280,7 @@ class Registry:
         memory = self.storages.memories.get(storage)
         if memory is not None:
             self.read_memory(memory, tensor)
-            begin_overwriting(tensor, self.storages.memories, self.outer)
+            begin_overwriting(tensor, self.storages.memories, self.outer)  # for the copies: no end of it is seen
         self.forget_values(storage)
 
     def read_memory(self, memory: Memory, tensor: Tensor) -> None:

@@ -107,8 +107,13 @@ class Log:
             if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address
                 key = value.source
                 line = line._replace(bytes=key.bytes, kept_for=f"signs for {line.kept_for}")
-            why = "made without a gradient" if line.made_by == "input" else value.why or "no rule repeats it"
-            lines.setdefault(key, line._replace(why=why if why_planned is None else why_planned(value)))
+            if why_planned is not None:
+                why = why_planned(value)
+            elif line.made_by == "input":
+                why = "made without a gradient"
+            else:
+                why = value.why or "no rule repeats it"
+            lines.setdefault(key, line._replace(why=why))
         subclasses = [line for reference, line in self.subclasses if reference() is not None]
         self.values = []
         self.subclasses = []
@@ -121,7 +126,8 @@ def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
     names = {id(module): name for name, module in network.named_modules()}
     sizes_by_kind: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for tensor in kept:
-        module = names.get(id(tensor.module and tensor.module()), "")
-        sizes_by_kind[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
+        module = None if tensor.module is None else tensor.module()
+        name = names.get(id(module), "")
+        sizes_by_kind[tensor.made_by, tensor.kept_for, name, tensor.why].append(tensor.bytes)
     lines = [Line(sum(sizes), len(sizes), *kind) for kind, sizes in sizes_by_kind.items()]
     return Report(sorted(lines, reverse=True))

@@ -1,7 +1,7 @@
 """The table of functions, with a row for each.
 
 A plan may repeat each of PyTorch's C++ functions that returns only new tensors and draws no random numbers
-(`_add_builtin`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it
+(`_row_of_builtin`). To repeat one without a plan too, name it in its group of the table: with `rules.activation` if it
 has an argument `inplace`, else with `rules.new_tensor` if its result is always a new tensor, or `rules.repeated` if it
 may be an argument or a view of one: `new_tensor` would let an activation overwrite it while others still read it, so
 gradients would be silently wrong. `is_slow` leaves a function written in Python to plans. What it saves need not be
@@ -67,11 +67,13 @@ TABLE: dict[Function, Row] = {}
 
 @lru_cache(2**10)
 def row_of(function: Function) -> Row:
+    """The row of a function, with what follows from its name and schema."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        _add_custom_operator(function)
+        row = _row_of_custom_operator(function)
     elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)) and function not in TABLE:
-        _add_builtin(function)
-    row = TABLE.get(function, Row())
+        row = _row_of_builtin(function)
+    else:
+        row = TABLE.get(function, Row())
     return row._replace(
         only_asks=row.only_asks or (getattr(function, "__name__", "") == "__get__" and function not in EXPOSE),
         is_opened=function in _CALL_OTHERS and row.again is None,
@@ -84,26 +86,28 @@ def _add(functions: Iterable[Function], **facts: Any) -> None:
         TABLE[function] = TABLE.get(function, Row())._replace(**facts)
 
 
-def _add_custom_operator(operator: OpOverload | OpOverloadPacket) -> None:
-    """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and no mutation.
+def _row_of_custom_operator(operator: OpOverload | OpOverloadPacket) -> Row:
+    """The row of a custom operator of `torch.ops`: with a rule if its schema declares one new tensor and no mutation.
 
     It is repeated as one call, with the same random numbers.
     """
     overloads = overloads_of(operator)
-    if overloads and all(map(_declares_one_new_tensor, overloads)):
-        again = rules.random_again(operator)
-        _add([operator], again=again, is_slow=True, inside=True, draws=_always)
+    if not (overloads and all(map(_declares_one_new_tensor, overloads))):
+        return Row()
+    return Row(again=rules.random_again(operator), is_slow=True, inside=True, draws=_always)
 
 
-def _add_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> None:
-    """Give one of PyTorch's C++ functions a rule for plans, if it returns only new tensors and draws nothing."""
+def _row_of_builtin(function: BuiltinFunctionType | MethodDescriptorType) -> Row:
+    """The row of a C++ function of PyTorch: with a rule for plans if it returns only new tensors and draws nothing."""
     operator = getattr(torch.ops.aten, function.__name__, None)
-    if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:
-        overloads = [overload for overload in overloads_of(operator) if not written_arguments(overload)]
-        is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-        aliases = [result.alias_info for overload in overloads for result in declared_results(overload)]
-        if aliases and not is_random and all(alias is None for alias in aliases):
-            _add([function], again=rules.repeated(function), is_slow=True)
+    if not isinstance(operator, OpOverloadPacket) or function.__name__.removeprefix("_unsafe_") in _NOT_EQUAL:
+        return Row()
+    overloads = [overload for overload in overloads_of(operator) if not written_arguments(overload)]
+    is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    aliases = [result.alias_info for overload in overloads for result in declared_results(overload)]
+    if is_random or not aliases or any(alias is not None for alias in aliases):
+        return Row()
+    return Row(again=rules.repeated(function), is_slow=True)
 
 
 def _declares_one_new_tensor(overload: OpOverload) -> bool:
@@ -165,7 +169,9 @@ def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    arguments = kwargs if kwargs.get("training") else rules.named_arguments(F.batch_norm, args, kwargs)
+    if kwargs.get("training"):  # the usual case, before arguments are named
+        return False
+    arguments = rules.named_arguments(F.batch_norm, args, kwargs)
     if arguments.get("training", False):
         return False
     vectors = arguments.get("weight"), arguments.get("bias")

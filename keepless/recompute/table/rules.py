@@ -334,11 +334,11 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     share = dropped_share(node) if type(node).__name__ == "NativeDropoutBackward0" else None
-    if share is not None:
-        is_double = x.dtype == torch.float64
-        scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, is_double, share)
-        return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
-    raise NotRepeated(f"no rule repeats {type(node).__name__}")
+    if share is None:
+        raise NotRepeated(f"no rule repeats {type(node).__name__}")
+    is_double = x.dtype == torch.float64
+    scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, is_double, share)
+    return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
 
 
 @cache

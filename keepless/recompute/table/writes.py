@@ -24,7 +24,8 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
     if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
 }
 _SETTERS: frozenset[Any] = frozenset([Tensor.real.__set__, Tensor.imag.__set__])  # type: ignore[attr-defined]
-_FIRST = frozenset([(0, "")])
+# Of functions whose schema says nothing else, the first argument may be written. It is compared by identity.
+_FIRST_ALONE = frozenset([(0, "")])
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -55,7 +56,7 @@ def may_write(function: Callable[..., Any]) -> int:
         return NEVER
     is_dunder = name.startswith("__")
     if name in _OPERATORS or (not is_dunder and (name.endswith("_") or _declared_by(name))):
-        return FIRST if _overwritten_arguments(function) is _FIRST else MAYBE
+        return FIRST if _overwritten_arguments(function) is _FIRST_ALONE else MAYBE
     return NEVER
 
 
@@ -78,8 +79,10 @@ def _overwritten_arguments(function: Callable[..., Any]) -> frozenset[tuple[int,
         return _overwritten_by(overloads_of(function))
     if function is F.embedding:
         return frozenset([(1, "weight")])
-    declared = _declared_by(getattr(function, "__name__", "")) if isinstance(function, BuiltinFunctionType) else _FIRST
-    return declared if any(position for position, _ in declared) else _FIRST
+    if not isinstance(function, BuiltinFunctionType):
+        return _FIRST_ALONE
+    declared = _declared_by(function.__name__)
+    return declared if any(position > 0 for position, _ in declared) else _FIRST_ALONE
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
@@ -91,10 +94,10 @@ def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call may write over, if `may_overwrite` is true for it."""
     parameters = _overwritten_arguments(function)
-    if parameters is _FIRST and args and isinstance(args[0], Tensor) and "out" not in kwargs:
+    if parameters is _FIRST_ALONE and args and isinstance(args[0], Tensor) and "out" not in kwargs:
         return [args[0]]
     arguments: list[Any] = [args[position] for position, _ in parameters if position < len(args)]
     arguments += [kwargs[name] for _, name in parameters if name in kwargs]
-    if parameters is _FIRST:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
+    if parameters is _FIRST_ALONE:  # without a schema, all named arguments may be written: in `nn.init` it is `tensor`
         arguments += [kwargs.get("out")] if args else kwargs.values()
     return tensors_in(arguments)
