@@ -35,7 +35,6 @@ class Body(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
         classes: as given.
-        stages: their number.
         recompute: how the blocks are checkpointed, see `recompute_blocks`.
         feature_info: what `forward` can give, in the order of computing: the output of every stage, mod2, …. The last
             is the body's result, after the final norm. A subclass with a `forward` of its own has that one alone, and
@@ -46,7 +45,6 @@ class Body(nn.Module):
 
     recompute = "none"
     output_stride: int
-    stages: int
     mod1: nn.Module
     _feature_info: tuple[Feature, ...] = ()
 
@@ -102,7 +100,7 @@ class Body(nn.Module):
         results = run_blocks(units, self.mod1(images), self.recompute, unit_ends)
         maps = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in results]
         del results
-        if ends[-1] == self.stages:
+        if ends[-1] == len(stages):
             maps[-1] = self.normed(maps[-1])
         return maps
 
@@ -116,7 +114,7 @@ class Body(nn.Module):
 
     def stage_modules(self) -> list[nn.Sequential]:
         """mod2, mod3, …"""
-        return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
+        return [getattr(self, stage.name) for stage in self._feature_info]
 
     def normed(self, x: Tensor) -> Tensor:
         """The last stage's output after the final norm `bn_out`, if there is one."""

@@ -88,7 +88,6 @@ class DenseNet(Body):
     ):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
-        self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm, in_channels=in_channels)
         in_channels = stem_channels
         widths = []
@@ -107,8 +106,9 @@ class DenseNet(Body):
 
     def stage_units(self) -> list[list[Block]]:
         """See `Body.stage_units`."""
-        transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
-        pairs: Any = zip(transitions, self.stage_modules(), strict=True)
+        modules = self.stage_modules()
+        transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, len(modules) + 1))]
+        pairs: Any = zip(transitions, modules, strict=True)
         if self.recompute == "none":
             return [[partial(chain, *(module for module in pair if module is not None))] for pair in pairs]
         return [module.layers(transition) for transition, module in pairs]

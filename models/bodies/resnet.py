@@ -46,7 +46,6 @@ class ResNet(Body):
     ):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
-        self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation, in_channels=in_channels)
         widths = [stem_channels]
         block = partial(IdentityResidualBlock if preactivation else ResidualBlock, norm_act=norm_act)

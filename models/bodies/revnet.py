@@ -56,7 +56,6 @@ class RevNet(Body):
                 f"structure={tuple(structure)} has {len(structure)}"
             )
         strides, self.output_stride = downsampling(structure, stem, output_stride)
-        self.stages = len(structure)
         self.reversible = reversible
         self.keep_activations = keep_activations
         stem_layers = build_stem(stem, stem_channels, norm_act, last_norm=True, in_channels=in_channels)
@@ -88,7 +87,7 @@ class RevNet(Body):
             x = run_reversibly(blocks[begin:end], x, disable=self.keep_activations)
             maps.append(x)
             begin = end
-        if ends[-1] == self.stages:
+        if ends[-1] == len(self.feature_info):
             maps[-1] = self.normed(maps[-1])
         return maps
 

@@ -54,7 +54,6 @@ class WiderResNet(Body):
             if len(values) != 6:
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
         pooled_stages, strides = _downsampling(downsampling, output_stride)
-        self.stages = 6
         self.output_stride = output_stride
         self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(in_channels, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
