@@ -50,6 +50,9 @@ class SegmentationNetwork(nn.Module):
     ValueError: the body ends in a classifier, or lacks a feature; or classes is below 1.
     """
 
+    body: Any  # a module
+    head: Any
+
     def __init__(self, body: nn.Module, head: nn.Module, classes: int):
         super().__init__()
         if getattr(body, "classes", 0):
@@ -66,9 +69,9 @@ class SegmentationNetwork(nn.Module):
             )
         self.cls = nn.Conv2d(channels, classes, 1)
         self.classes = classes
-        if self.grid % self.stride or self.grid % self._body_stride:
+        if self.grid % self.stride or self.grid % self.body.output_stride:
             raise ValueError(
-                f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self._body_stride}: "
+                f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self.body.output_stride}: "
                 f"expected one to divide the other"
             )
         initialise(self.cls)
@@ -76,19 +79,12 @@ class SegmentationNetwork(nn.Module):
     @property
     def stride(self) -> int:
         """Pixels that a cell of the logits covers along each side."""
-        stride = getattr(self.head, "output_stride", None) or self._read_by(self.head)[0].stride
-        assert isinstance(stride, int), stride
-        return stride
+        return getattr(self.head, "output_stride", None) or self._read_by(self.head)[0].stride
 
     @property
     def grid(self) -> int:
         """Pixels that a cell of the logits or of the body covers, whichever is larger: sides become multiples."""
-        return max(self.stride, self._body_stride)
-
-    @property
-    def _body_stride(self) -> int:
-        assert isinstance(self.body.output_stride, int), self.body.output_stride
-        return self.body.output_stride
+        return max(self.stride, self.body.output_stride)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -96,7 +92,7 @@ class SegmentationNetwork(nn.Module):
         return (self.stride, *(self._read_by(auxiliary)[0].stride for auxiliary in self.auxiliaries))
 
     @property
-    def auxiliaries(self) -> list[nn.Module]:
+    def auxiliaries(self) -> list[Any]:
         """The modules that make further logits in training."""
         auxiliary = getattr(self.head, "auxiliary", None)
         if isinstance(auxiliary, nn.ModuleList):
@@ -121,10 +117,9 @@ class SegmentationNetwork(nn.Module):
         Of several views of an image, the logits are the logarithms of the mean probabilities. ValueError: the head's
         result is no class of each pixel. (On CUDA, an id that is none fails an assertion.)
         """
-        decide: Any = getattr(self.head, "decide", None)
-        if decide is None:
+        if not hasattr(self.head, "decide"):
             return scores.argmax(dim=1)
-        ids = decide(scores)
+        ids = self.head.decide(scores)
         if not torch.compiler.is_compiling():  # a program for all sizes
             self._check_decision(ids, (len(scores), *scores.shape[2:]))
         return ids
@@ -178,7 +173,7 @@ class SegmentationNetwork(nn.Module):
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
         return logits if cells else upsampled(logits, size, stride)
 
-    def _logits_of_several(self, images: Tensor, auxiliaries: Sequence[nn.Module]) -> tuple[Tensor, tuple[Output, ...]]:
+    def _logits_of_several(self, images: Tensor, auxiliaries: Sequence[Any]) -> tuple[Tensor, tuple[Output, ...]]:
         """The logits of a head that reads several features or has `auxiliaries`; and the outputs of these."""
         features_by_module: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliaries)]
         names = [feature.name for features in features_by_module for feature in features]
@@ -192,8 +187,7 @@ class SegmentationNetwork(nn.Module):
         outputs = []
         strides = (features[0].stride for features in features_by_module[1:])
         for module, maps_read, stride in zip(auxiliaries, auxiliary_maps, strides, strict=True):
-            weight: Any = module.loss_weight
-            outputs.append(Output(module(maps_read), stride, weight))
+            outputs.append(Output(module(maps_read), stride, module.loss_weight))
         return logits, tuple(outputs)
 
     def _classified(self, features: Tensor) -> Tensor:
