@@ -27,22 +27,22 @@ class Convolutions(NamedTuple):
 
         ValueError if there are neither two nor three channels, or the groups do not fit.
         """
-        in_channels, channels, _, dilation, groups, _ = self
+        channels = tuple(self.channels)
         if len(channels) not in (2, 3):
-            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-        if len(channels) == 2 and groups != 1:
+            raise ValueError(f"channels={channels}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+        if len(channels) == 2 and self.groups != 1:
             raise ValueError(
-                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
+                f"groups={self.groups} with channels={channels}: expected three channel values, for a bottleneck; "
                 f"two 3x3 convolutions have no groups"
             )
         layers: list[nn.Conv2d] = []
-        for number, (out_channels, stride) in enumerate(zip(channels, (*strides, 1), strict=False)):
+        widths = zip((self.in_channels, *channels), channels, (*strides, 1), strict=False)
+        for number, (in_width, out_width, stride) in enumerate(widths):
             if len(channels) == 2 or number == 1:
-                conv = conv3x3(in_channels, out_channels, stride=stride, dilation=dilation, groups=groups)
+                conv = conv3x3(in_width, out_width, stride=stride, dilation=self.dilation, groups=self.groups)
             else:
-                conv = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+                conv = nn.Conv2d(in_width, out_width, 1, stride=stride, bias=False)
             layers.append(conv)
-            in_channels = out_channels
         return layers
 
     def projection(self) -> nn.Conv2d | None:

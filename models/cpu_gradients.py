@@ -77,19 +77,17 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of input and weight, each only if it is needed."""
         stride, padding, dilation, groups = ctx.geometry
-
-        def gradients(*tensors: Tensor, output_mask: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
-            geometry = (stride, padding, dilation, False, (0, 0), groups)
-            return torch.ops.aten.convolution_backward(*tensors, None, *geometry, output_mask)
-
+        geometry = (None, stride, padding, dilation, False, (0, 0), groups)
         operands = (gradient, *ctx.saved_tensors)
         input_gradient = None
+        weight_gradient = None
         if ctx.needs_input_grad[0]:
-            input_gradient, *_ = gradients(*operands, output_mask=(True, False, False))
-        # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
-        if not ctx.needs_input_grad[1]:
-            return input_gradient, None, None, None, None, None
-        copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in operands)
-        _, weight_gradient, _ = gradients(*copies, output_mask=(False, True, False))
-        laid_out = torch.empty_like(operands[2]).copy_(weight_gradient)  # as the weight, which DDP's buckets expect
-        return input_gradient, laid_out, None, None, None, None
+            input_gradient, _, _ = torch.ops.aten.convolution_backward(*operands, *geometry, (True, False, False))
+        if ctx.needs_input_grad[1]:
+            # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
+            copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in operands)
+            _, contiguous, _ = torch.ops.aten.convolution_backward(*copies, *geometry, (False, True, False))
+            weight_gradient = torch.empty_like(operands[2]).copy_(
+                contiguous
+            )  # as the weight, which DDP's buckets expect
+        return input_gradient, weight_gradient, None, None, None, None
