@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -260,28 +261,7 @@ def picture(call: dict) -> Figure | None:
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
     regimes = [key for key in ("times_ms", "captured_ms") if rows[PLAIN].get(key)]
     for regime in regimes:
-        is_hollow = regime != regimes[-1]
-        filling: Any = {"markerfacecolor": "white"} if is_hollow else {}
-        points = {
-            method: (
-                row["peak_bytes"] / rows[PLAIN]["peak_bytes"],
-                ratio_of(row[regime], rows[PLAIN][regime]).median,
-            )
-            for method, row in rows.items()
-            if row.get(regime)
-        }
-        plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
-        label = None if is_hollow else "recompute_activations, best budgets"
-        colour = charts.METHOD_COLOURS["recomputed"]
-        axes.plot(*zip(*plans, strict=True), "o-", color=colour, label=label, markersize=5, **filling)
-        axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
-        for method, (name, marker) in STYLES.items():
-            if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
-                label = None if is_hollow else SHOWN_AS.get(method, method)
-                colour = charts.METHOD_COLOURS[name]
-                axes.plot(*points[method], marker, color=colour, label=label, markersize=6, **filling)
-                if method != PLAIN:
-                    axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
+        _draw_regime(axes, rows, regime, is_hollow=regime != regimes[-1])
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {device.upper()}"
     if len(regimes) > 1:
@@ -292,6 +272,28 @@ def picture(call: dict) -> Figure | None:
     axes.set(xlim=(min(0.2, left), max(1.03, right)))
     charts.legend(figure, columns=2)
     return figure
+
+
+def _draw_regime(axes: Axes, rows: dict[str, dict], regime: str, is_hollow: bool) -> None:
+    """Draw the best budgets and the other methods at their times with or without CUDA graphs, the key `regime`."""
+    filling: Any = {"markerfacecolor": "white"} if is_hollow else {}
+    points = {
+        method: (row["peak_bytes"] / rows[PLAIN]["peak_bytes"], ratio_of(row[regime], rows[PLAIN][regime]).median)
+        for method, row in rows.items()
+        if row.get(regime)
+    }
+    plans = best([points[method] for method in points if "planned_bytes" in rows[method]])
+    label = None if is_hollow else "recompute_activations, best budgets"
+    colour = charts.METHOD_COLOURS["recomputed"]
+    axes.plot(*zip(*plans, strict=True), "o-", color=colour, label=label, markersize=5, **filling)
+    axes.annotate(f" {plans[-1][1]:.2f}", plans[-1], va="center", fontsize=8)
+    for method, (name, marker) in STYLES.items():
+        if method in points and points[method][1] < SLOWEST and (method != PLAIN or not is_hollow):
+            label = None if is_hollow else SHOWN_AS.get(method, method)
+            colour = charts.METHOD_COLOURS[name]
+            axes.plot(*points[method], marker, color=colour, label=label, markersize=6, **filling)
+            if method != PLAIN:
+                axes.annotate(f"  {points[method][1]:.2f}", points[method], va="center", fontsize=8)
 
 
 def best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
