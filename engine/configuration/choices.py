@@ -28,14 +28,21 @@ def file_of(group: str, choice: str) -> Path | None:
 
 
 def store_choices(schema: type[Keys]) -> None:
-    """Make choices of a schema that have no YAML file here, such as plugins', known to Hydra."""
+    """Make known to Hydra where the keys of choices in lists are, and the choices that have no YAML file.
+
+    `keys.choice` stores each choice as schema/GROUP/NAME with its keys below GROUP, not knowing the schema. In a list
+    they are below GROUP.NAME. Without a YAML file, as of a plugin's choice, only what is stored here is GROUP=NAME.
+    """
+    store = ConfigStore.instance().store
+    declared = declared_in(schema)
     for group, classes in groups_of(schema).items():
-        is_list = "is_list" in declared_in(schema)[group].metadata
+        is_list = "is_list" in declared[group].metadata
         for name, kind in classes.items():
+            package = f"{group}.{name}" if is_list else group
             if is_list:
-                ConfigStore.instance().store(name, kind, f"schema/{group}", f"{group}.{name}")
+                store(name, kind, f"schema/{group}", package)
             if file_of(group, name) is None and not kind.is_base:
-                ConfigStore.instance().store(name, kind, group, f"{group}.{name}" if is_list else group)
+                store(name, kind, group, package)
 
 
 def about_choice(group: str, choice: str) -> str:
@@ -70,7 +77,8 @@ def alternatives_of(group: str, choice: str) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
     file = file_of(group, choice)
     if file is None:
-        yield from [(group, choice)] if choice in CHOICES.get(group, {}) else []
+        if choice in CHOICES.get(group, {}):
+            yield group, choice
         return
     for entry in content_of(file).get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}

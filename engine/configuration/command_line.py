@@ -105,7 +105,7 @@ def _parsed_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.error = refuse  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(arguments)
     options.multirun |= MULTIRUN in options.overrides
-    if options.package and not options.cfg:  # -p means something else in other programs
+    if options.package and not options.cfg:  # -p of another program, so its value is no option of Hydra's
         return options, [*arguments]
     return options, [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
 
@@ -163,20 +163,32 @@ def _run_hydra(name: str, main: Callable[[Any], Any], options: Namespace, words:
 
 
 def _call_main(name: str, main: Callable[[Any], Any], words: Sequence[str], config: Keys) -> Any:
-    """Call a command's own function. Errors name wrong words, or the file that ends the program."""
+    """Call a command's own function. ValueErrors about the value of one of the words also say what to give instead.
+
+    Messages of ours about a value begin with KEY=, such as init.weights=last, a file that does not exist. Those that
+    begin with GROUP=NAME are about what a choice builds, and the choice itself was right.
+
+    RuntimeError: other code than the command's own ends the program.
+    """
     try:
         return main(config)
-    except ValueError as error:  # a file that does not exist, such as init.weights=last
-        wrong_words = [word for word in words if str(error).startswith(f"{word.partition('=')[0]}=")]
-        if wrong_words and wrong_words[0].partition("=")[0] not in groups_of(SCHEMAS[name]):
-            raise _answered(name, wrong_words, error) from error
+    except ValueError as error:
+        key = str(error).partition("=")[0]
+        words_of_key = [word for word in words if word.partition("=")[0] == key]
+        if words_of_key and key not in groups_of(SCHEMAS[name]):
+            raise _answered(name, words_of_key, error) from error
         raise
     except SystemExit as ended:
-        *_, (last, line) = traceback.walk_tb(ended.__traceback__)
-        if last.f_code is unwrap(main).__code__:
+        place = _place_of_foreign_exit(ended, main)
+        if place is None:
             raise
-        file = last.f_code.co_filename  # such as a plugin's, which would end a run without a word
-        raise RuntimeError(f"{file}, line {line}, ends the program: {ended!r}") from ended
+        raise RuntimeError(f"{place}, ends the program: {ended!r}") from ended
+
+
+def _place_of_foreign_exit(ended: SystemExit, main: Callable[[Any], Any]) -> str | None:
+    """The line of code, such as a plugin's, that ends a run without a word; None if the command has ended itself."""
+    *_, (last, line) = traceback.walk_tb(ended.__traceback__)
+    return None if last.f_code is unwrap(main).__code__ else f"{last.f_code.co_filename}, line {line}"
 
 
 def checked(name: str, *words: str, primary: str | None = None) -> Any:

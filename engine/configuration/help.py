@@ -99,19 +99,23 @@ def sentences(schema: type) -> dict[str, str]:
     sentence_by_field: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(schema.__mro__)):
         comments_by_field: dict[str, list[str]] = {}
-        comments: list[str] = []
-        last_comments: list[str] | None = None  # of the last declaration
+        above: list[str] = []  # of the next declaration
+        beside: list[str] = []  # of the last one, to which lines may be added
         for line in inspect.getsource(owner).splitlines():
-            code, *comment = re.split(r"(?:^|\s)# ", line, maxsplit=1)
+            code, *texts = re.split(r"(?:^|\s)# ", line, maxsplit=1)
+            comment = [re.sub(r"type: ignore\[.*?\]\s*(# )?", "", text) for text in texts]
             declaration = re.match(r"\s+(\w+): ", code)
             if declaration:
-                last_comments = [] if comments is last_comments else comments
-                comments_by_field[declaration[1]] = last_comments
-                comments = last_comments
-            elif not code.strip() and (not comment or comments is last_comments):
-                comments = []
-            comments += (re.sub(r"type: ignore\[.*?\]\s*(# )?", "", text) for text in comment)
-        sentence_by_field |= {name: " ".join(texts) for name, texts in comments_by_field.items() if texts}
+                beside = comments_by_field[declaration[1]] = [*above, *comment]
+                above = []
+            elif code.strip():
+                beside += comment
+            elif comment:
+                above += comment
+            else:  # a blank line ends what belongs together
+                above = []
+                beside = []
+        sentence_by_field |= {name: " ".join(parts) for name, parts in comments_by_field.items() if parts}
     return sentence_by_field
 
 

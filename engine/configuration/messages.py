@@ -47,7 +47,10 @@ class Messages:
         self.keys = {*self.declared, *self.groups}
 
     def message(self, words: Sequence[str], error: Exception) -> str:
-        """The message about words that caused an error: about all wrong arguments, or a word's form, or the error."""
+        """The message about words that caused an error: what to give instead of all arguments that are wrong.
+
+        If none is known to be wrong, it is about a word that is not key=value, else about the error itself.
+        """
         for word in words:
             if TORCHRUN_OPTION.match(word):
                 return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
@@ -66,7 +69,10 @@ class Messages:
         return next(about_forms, None) or self._about_error(error, _wrong_word(words, error))
 
     def _is_right(self, argument: Argument, error: Exception) -> bool:
-        """Whether the command has an argument's choice, or a key for its value; texts are not known to be right."""
+        """Whether the command surely takes an argument: it has the choice, or the key and the value fits.
+
+        A text fits every key of texts, so it may be what is wrong.
+        """
         _, name, value, fault = argument
         if fault or str(error).startswith(f"{name}="):
             return False
@@ -86,9 +92,11 @@ class Messages:
         if advice is not None:
             return Answer(argument, *self._corrected(*advice))
         if name in self.keys:
-            pair = self._pair(name, value)
-            correction = self._correction(name, value) or (([pair], f"give {pair}") if fault else None)
-            return correction and Answer(argument, *correction)
+            correction = self._correction(name, value)
+            if correction is None and fault:
+                pair = self._pair(name, value)
+                correction = [pair], f"give {pair}"
+            return None if correction is None else Answer(argument, *correction)
         parent = self.declared.get(name.rpartition(".")[0])
         if fault in ("", NO_VALUE) or (parent and parent.kind is Any):
             return None
@@ -280,7 +288,8 @@ def _joined(answers: Sequence[Answer], advice: str, needed: str) -> str:
     """One message of all answers. `advice`: what to give instead of those that have something to give."""
     if len(answers) == 1:
         ((text, _, _, fault), _, say) = answers[0]
-        return f"{text}: {f'{fault}; ' if fault and not say.startswith(NONE) else ''}{say}{needed}"
+        fault_text = f"{fault}; " if fault and not say.startswith(NONE) else ""
+        return f"{text}: {fault_text}{say}{needed}"
     sentences = []
     replaced = [answer.argument.title for answer in answers if answer.give]
     if replaced:
@@ -318,8 +327,8 @@ def _likely_value(value: str, declared: Declared) -> str | None:
     likely = [*corrected_values(value)]
     is_list = declared.kind is Any or "list[" in str(declared.kind)
     if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
-        entries = 1 if "," in value else len(declared.metadata.get("entries") or [""])
-        likely.append(f"[{','.join(itertools.repeat(value, entries))}]")
+        entry_count = 1 if "," in value else len(declared.metadata.get("entries") or [""])
+        likely.append(f"[{','.join(itertools.repeat(value, entry_count))}]")
     if not likely or value == SOME or fits(value, declared):
         return None
     return next((candidate for candidate in likely if fits(candidate, declared)), None)

@@ -147,9 +147,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     differing_by_job = [jobs.differing(job_words) for job_words in words_by_job]
     configs = [check(*job_words) for job_words in words_by_job]
     check_different(differing_by_job, configs)
-    score = getattr(jobs.schema, "score", None)
-    if score and str(settings.sweeper.get("direction")).endswith("minimize"):
-        raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
+    _refuse_minimising(settings, jobs.schema)
     is_named = any(word.startswith("hydra.sweep.dir=") for word in words)
     folder = Path(settings.sweep.dir) if is_named else _default_folder(jobs, overrides, configs[0])
     if is_basic:
@@ -166,9 +164,21 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
         if not jobs.has_run_dir:
             _remove_sweep_files(folder)
         elif folder.is_dir():
-            compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
-            console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
-            console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
+            _print_comparing_commands(folder, console)
+
+
+def _refuse_minimising(settings: DictConfig, schema: type[Any]) -> None:
+    """ValueError: a sweeper that looks for low values is to choose by a score of which a higher one is better."""
+    score = getattr(schema, "score", None)
+    if score and str(settings.sweeper.get("direction")).endswith("minimize"):
+        raise ValueError(f"this sweeper minimises, and a higher {score} is better: give hparams_search=optuna")
+
+
+def _print_comparing_commands(folder: Path, console: Console) -> None:
+    """Print how to compare the runs in a sweep's folder."""
+    compare = shlex.join([*plugins.words(), override("runs", folder), override("out", folder / "comparison")])
+    console.print(f"compare   python -m scripts.compare_runs {compare}", soft_wrap=True)
+    console.print(f"curves    tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
 
 
 def _next_trial(folder: Path) -> int:
@@ -224,7 +234,7 @@ def _parsed_sweep(
 
 
 def first_values(overrides: Mapping[str, Override]) -> Iterator[str]:
-    """Words with the first value of each key."""
+    """Yield each override as a word, with the first of its values if it has several."""
     for key, parsed in overrides.items():
         value: Any = parsed.value()
         if parsed.is_interval_sweep():
@@ -271,9 +281,10 @@ def _paths_written(config: Keys) -> dict[str, str]:
 def _pickle_for_workers() -> None:
     """Make configurations find this repository when they are unpickled, in the process of a launcher such as submitit.
 
-    Nothing that is unpickled before them refers to it. So each begins with a call of `start_worker`.
+    Nothing that is unpickled before them refers to it. So each is unpickled by an expression that puts the repository
+    on Python's path, imports what a command imports first, and returns what `start_worker` does.
     """
-    code = (
+    code = (  # a tuple of values, of which the last counts
         f"'engine' in __import__('sys').modules or __import__('sys').path.insert(0, {str(CONFIGS.parent)!r}), "
         f"__import__('engine.process.start'), "
         f"__import__('{__name__}', fromlist=['start_worker']).start_worker({', '.join(map(repr, plugins.words()))})"

@@ -118,7 +118,7 @@ def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = 
     word = name if is_ours else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
     for entry in _entries_of(word, patterns):
         if is_ours and word not in entry.word:
-            continue  # about a key whose name ours ends with
+            continue  # it is about the last part of our key's name, in other programs
         match = entry.match(word, value, keys)
         if match is None:
             continue
@@ -126,18 +126,19 @@ def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = 
             return Advice(None, _filled_in(entry.say, match, value))
         text = _with_rest(_filled_in(entry.give, match, value))
         text = _with_ratio(text) if "/" in entry.give else text  # not in a folder such as 2024/05
-        our_key, _, our_value = text.partition("=")
         if text == f"{name}={value}":
             continue
-        is_final = our_key == name or " " in text  # else there may be advice about our value, too
-        better_advice = None if is_final else advice_about(our_key, our_value, keys)
+        our_key, _, our_value = text.partition("=")
+        better_advice = None
+        if our_key != name and " " not in text:  # a single pair: there may be advice about its value, too
+            better_advice = advice_about(our_key, our_value, keys)
         return better_advice or Advice(text, f"give {text}")
     return None
 
 
 def _filled_in(template: str, match: re.Match[str], value: str) -> str:
     """An entry's `give` or `say` about an argument's value."""
-    text = match.expand(template) if "\\" in template else template  # which takes long
+    text = match.expand(template) if "\\" in template else template  # `expand` takes long
     return text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
 
 
