@@ -15,7 +15,7 @@ from .backends.activations import Activation, check_activation
 from .backends.interface import UNTRACKED, Running
 from .bn_act import NormArguments, Strategy, norm_and_activation, statistics_dtype
 from .released_weights import warn_if_released
-from .synchronisation import refuse_jointly, synchronised_group
+from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 
 class LayerTensors(NamedTuple):
@@ -67,10 +67,12 @@ class ABN(NormBase):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
+        if num_features < 1:
+            raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps={eps!r}: expected a number above 0, which is added to the variance")
-        if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
-            raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch, or None")
+        _check_momentum(momentum)
+        check_group(group)
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
@@ -111,6 +113,8 @@ class ABN(NormBase):
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
                 self._check_input(x, tensors, is_alone)
+            if use_batch:
+                _check_momentum(self.momentum)  # perhaps it was set later
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
@@ -220,6 +224,14 @@ class ABN(NormBase):
         activation = f"activation={self.activation}({self.activation_param})"
         options = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
         return f"{super().extra_repr()}, {activation}, {options}"
+
+
+def _check_momentum(momentum: float | None) -> None:
+    """ValueError if a momentum is no weight. Compiled forward passes do not check it again."""
+    if momentum is None or torch.compiler.is_compiling():
+        return
+    if not (is_number(momentum) and 0 <= momentum <= 1):
+        raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch, or None")
 
 
 def _add_to_average(tensors: LayerTensors, of_minibatch: Running, minibatches: Tensor) -> None:

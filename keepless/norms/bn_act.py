@@ -164,7 +164,7 @@ def norm_and_activation(
     """Compute z by our node, or by PyTorch's operators if these save as little.
 
     Function modes, such as recordings, see a node as one call, unless it exchanges statistics or writes over x.
-    PyTorch raises a RuntimeError if autograd does not allow to write over x.
+    RuntimeError if it writes over an x that autograd does not allow to change.
     """
     tensors = (x, weight, bias, running_mean, running_var)
     if arguments.group is None and _runs_by_pytorch(x, arguments, strategy):
@@ -176,7 +176,18 @@ def norm_and_activation(
         return activate_(activation, y)
     if has_torch_function_unary(x) and arguments.group is None and not strategy.overwrite_input:
         return handle_torch_function(norm_and_activation, (x,), *tensors, arguments, strategy)
-    return BatchNormActivation.apply(*tensors, arguments, strategy)
+    if not strategy.overwrite_input or torch.compiler.is_compiling():
+        return BatchNormActivation.apply(*tensors, arguments, strategy)
+    try:
+        return BatchNormActivation.apply(*tensors, arguments, strategy)
+    except RuntimeError as error:
+        message = str(error).lower().replace("-", "")
+        if "inplace" not in message and "writtento" not in message:
+            raise
+        raise RuntimeError(
+            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, a part "
+            f"made by chunk, split or unbind, expanded, or made in inference mode. {error}"
+        ) from error
 
 
 def _runs_by_pytorch(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:

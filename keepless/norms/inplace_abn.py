@@ -11,6 +11,7 @@ from .abn import ABN
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .conversion_report import ConversionReport, log_report
+from .synchronisation import check_group
 
 
 class InPlaceABN(ABN):
@@ -122,6 +123,7 @@ class InPlaceABNSync(InPlaceABN):
                 it lists norms that were not converted.
         """
         check_module(module, "InPlaceABNSync.convert")
+        check_group(group)
         conversion = ConversionReport()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):

@@ -11,6 +11,16 @@ from ..torch_internals import assert_on_device
 REFUSED = -math.inf  # sent as the number of values of a rank that refused its input
 
 
+def check_group(group: object) -> None:
+    """ValueError if a value is not a process group, such as a list of devices. `NON_GROUP_MEMBER` is allowed."""
+    if group is None or not dist.is_available() or isinstance(group, dist.ProcessGroup):
+        return
+    if not group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group={group!r}: expected a process group, as returned by torch.distributed.new_group, or None"
+        )
+
+
 def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to share statistics with (the default group for None), or None if this process is alone.
 

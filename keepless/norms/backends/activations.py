@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...inputs import is_number
+
 INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
 
@@ -41,6 +43,8 @@ def check_activation(activation: Activation, invertible: bool) -> None:
             f"use activation='leaky_relu' (slope 0.01 stands in for relu in the paper), or a standard or checkpointed "
             f"layer"
         )
+    if not (torch.compiler.is_compiling() or is_number(param)):
+        raise ValueError(f"activation_param={param!r}: expected a number")
     # Written so that NaN fails.
     if name == "elu" and not 0 < param < math.inf:
         raise ValueError(f"activation_param={param} is not a valid alpha for elu: expected a number above 0")

@@ -286,13 +286,14 @@ def test_writing_over_the_output_raises_and_says_what_to_write(strategy, prepare
 
 
 @pytest.mark.parametrize("strategy", OVERWRITING)
-def test_an_input_that_autograd_does_not_let_go_raises(strategy):
+def test_an_input_that_autograd_does_not_let_go_is_named(strategy):
     leaf = torch.randn(2, 2 * CHANNELS, 4, requires_grad=True)
     with torch.inference_mode():
         inference = torch.randn(2, CHANNELS, 4)
     parts = leaf.sin().chunk(2, 1)[0], leaf.sin().split(CHANNELS, 1)[0]
     for x in (leaf[:, :CHANNELS], *parts, leaf.sin()[:, :1].expand(-1, CHANNELS, -1), inference):
-        with pytest.raises(RuntimeError, match="(?i)in-?place|written-to"):
+        words = "leaf.*chunk, split .*expanded.*inference mode"
+        with pytest.raises(RuntimeError, match=f"(?si)overwrite_input=True cannot.*{words}.*(in-?place|written-to)"):
             LAYERS[strategy](CHANNELS)(x)
 
 
@@ -359,21 +360,28 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
         (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
         (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
         (ABN, {"momentum": 1.5}, "momentum=1.5: expected 0 to 1"),
+        (ABN, {"num_features": 0}, "num_features=0: expected .* at least 1"),
+        (InPlaceABNSync, {"group": [0]}, r"group=\[0\]: expected a process group.*or None"),
+        (ABN, {"activation_param": "0.1"}, "activation_param='0.1': expected a number"),
         (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
     ],
 )
 def test_options_without_a_meaning_are_refused(cls, options, message):
     with pytest.raises(ValueError, match=message):
-        cls(CHANNELS, **options)
+        cls(**{"num_features": CHANNELS} | options)
 
 
 @pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync])
-def test_an_unknown_activation_that_was_set_later_is_refused_too(cls):
-    """Programs for older versions of the released package set the activation."""
+def test_attributes_that_were_set_later_are_refused_too(cls):
     layer = cls(CHANNELS)
-    layer.activation = "none"
-    with pytest.raises(ValueError, match="'none' is not known; .* is 'identity'"):
-        layer(torch.randn(2, CHANNELS, 4))
+    for attribute, value, message in (
+        ("momentum", 2, "momentum=2: expected 0 to 1.*or None"),
+        ("activation", "none", "'none' is not known; .* is 'identity'"),  # as programs for older versions set it
+    ):
+        setattr(layer, attribute, value)
+        with pytest.raises(ValueError, match=message):
+            layer(torch.randn(2, CHANNELS, 4))
+        layer.momentum = 0.1
 
 
 @pytest.mark.parametrize("cls", [ABN, InPlaceABN, CheckpointedABN])
