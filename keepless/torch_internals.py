@@ -307,6 +307,13 @@ def _packed_getter(name: str) -> Callable[[Any], Any]:
     return attrgetter(f"_raw_saved_{name}.data")
 
 
+@cache
+def _saved_names(kind: type) -> list[str]:
+    """The names under which PyTorch's nodes of a class save tensors, and lists of tensors."""
+    prefix = "_raw_saved_"
+    return [name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix) and name != f"{prefix}tensors"]
+
+
 def single_tensors_packed_by(node: Any) -> tuple[Any, ...]:
     """What a node of PyTorch's holds for its single tensors: what hooks have packed, or the tensors themselves."""
     kind: Any = type(node)
@@ -318,10 +325,10 @@ def single_tensors_packed_by(node: Any) -> tuple[Any, ...]:
 
 @cache
 def _single_tensors_getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    names = [name for name in dir(kind) if name.startswith("_raw_saved_") and name != "_raw_saved_tensors"]
+    names = _saved_names(kind)
     if not names:
         return lambda node: ()
-    getter = attrgetter(*[f"{name}.data" for name in names])
+    getter = attrgetter(*[f"_raw_saved_{name}.data" for name in names])
     return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
@@ -333,8 +340,11 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 
 
 def all_packed_by(node: Any) -> list[Any]:
-    """What hooks have packed of the tensors that a node has saved; none once a backward pass has freed it."""
-    return [*packed_by_function(node), *single_tensors_packed_by(node)]
+    """What hooks have packed of a node's single tensors, also beside lists; none once a backward pass has freed it."""
+    kind: Any = type(node)
+    with suppress(RuntimeError):
+        return [*packed_by_function(node), *[packed_by(node, name) for name in _saved_names(kind)]]
+    return []
 
 
 def dropped_share(node: Any) -> float | None:

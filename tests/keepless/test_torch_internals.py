@@ -14,7 +14,7 @@ import keepless
 from keepless import recompute_activations
 from keepless.recompute.passes import finder
 from keepless.saved import kept_bytes
-from keepless.torch_internals import unpack
+from keepless.torch_internals import all_packed_by, unpack
 
 FOLDER = Path(keepless.__file__).parent
 REPOSITORY = FOLDER.parent
@@ -54,6 +54,13 @@ def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
     monkeypatch.delattr(torch._C, "_has_storage")
     with pytest.raises(ImportError, match="does not support torch .*_has_storage.*update keepless"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_single_tensors_are_seen_beside_lists():
+    """As of cuDNN's recurrent networks: a result that is not known as the node's own would keep itself alive."""
+    lstm = type("CudnnRnnBackward0", (), {"_raw_saved_result0": None, "_raw_saved_weight": ()})()
+    lstm._raw_saved_result0 = SimpleNamespace(data="packed")
+    assert "packed" in all_packed_by(lstm)
 
 
 def test_what_a_node_does_not_show_is_kept(monkeypatch):
