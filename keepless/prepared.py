@@ -19,7 +19,7 @@ from .inputs import Network, check_has_forward, check_module, parts_with_forward
 from .recompute.passes.plan import Plan
 from .recompute.passes.recording import RUN_AGAIN, Recording, clear_if_ended, is_ours, may_differ_when_repeated
 from .recompute.passes.report import KeptTensor, Report, summary
-from .recompute.signatures.plans import Budget, arguments_of, checked
+from .recompute.signatures.plans import Budget, arguments_of, parsed_budget
 from .recompute.signatures.signatures import Signatures
 from .recompute.step.sharded import is_sharded
 from .torch_internals import (
@@ -92,7 +92,7 @@ def recompute_activations(
             "recompute_activations got lazy modules, which learn their sizes in the forward pass: first run the "
             "network on an input under torch.no_grad()"
         )
-    signatures = Signatures(None if budget is None else checked(budget), strict)
+    signatures = Signatures(None if budget is None else parsed_budget(budget), strict)
     if budget is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
     if budget is None and (example is not None or strict):

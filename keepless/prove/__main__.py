@@ -10,7 +10,7 @@ is 1 if anything is not as promised.
 """
 
 from ..commands import parser_of, run_command
-from ..recompute.signatures.plans import checked
+from ..recompute.signatures.plans import parsed_budget
 from .prove import proof_in_processes
 
 
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> bool:
     parser = parser_of("keepless.prove", __doc__)
     parser.add_argument("--budget", required=True, help="bytes, such as 6GiB, or a share of the baseline's peak: 0.5")
     options = parser.parse_args(arguments)
-    checked(options.budget)  # raises before the network is made
+    parsed_budget(options.budget)  # raises before the network is made
     proof = proof_in_processes(options.function, options.budget, options.autocast)
     print(proof)
     return not proof.broken

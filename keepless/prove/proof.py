@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..recompute.signatures.plans import Budget, checked
+from ..recompute.signatures.plans import Budget, parsed_budget
 from ..units import size_text
 
 _ALLOWANCE = 1.01  # a peak may be so many times the budget: allocators round
@@ -94,7 +94,7 @@ def proof_of(baseline: Steps, again: Steps, prepared: Steps, budget: Budget) -> 
     new_warnings = [text for text in dict.fromkeys(prepared.warnings) if text not in baseline.warnings]
     peak = baseline.peak if baseline.fits else prepared.plain
     seconds = min(baseline.seconds, again.seconds)
-    bytes_or_share = checked(budget)
+    bytes_or_share = parsed_budget(budget)
     if isinstance(bytes_or_share, int):
         budget_bytes = bytes_or_share
     else:

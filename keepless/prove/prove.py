@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from ..commands import autocast, network_and_example, one_line_error
 from ..inputs import check_has_forward, check_module, tensors_in
 from ..prepared import plan_of, recompute_activations, undo
-from ..recompute.signatures.plans import Budget, arguments_of, checked
+from ..recompute.signatures.plans import Budget, arguments_of, parsed_budget
 from ..recompute.step.costs import computing_device, peak_bytes, seconds_of
 from ..recompute.step.snapshot import Snapshot, random_state
 from ..recompute.step.watch import differentiable
@@ -55,7 +55,7 @@ def prove(network: nn.Module, example: Any, budget: Budget) -> Proof:
     """
     check_module(network, "prove")
     check_has_forward(network, "prove")
-    checked(budget)
+    parsed_budget(budget)
     inputs = tree_map(_detached_copy, arguments_of(example))
     before = Snapshot(network, inputs)
     try:

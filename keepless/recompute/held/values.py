@@ -267,16 +267,18 @@ class Saved:
     def read_memory(self, tensor: Tensor | None, sharing: Tensor, hooks: Hooks | None) -> None:
         """Read the saved tensor itself from now on, as PyTorch alone does. `sharing`: another one in its memory."""
         source = self.value.source
-        if type(source) is Kept and (source.is_modified() or not (source.hooks is None or is_elsewhere(source.hooks))):
-            return  # it is refused, or hooks of the program have got it
-        hooks = None if is_elsewhere(hooks) else hooks
+        if type(source) is Kept:
+            has_program_hooks = source.hooks is not None and not is_elsewhere(source.hooks)
+            if source.is_modified() or has_program_hooks:
+                return  # it is refused, or the hooks have got it
+        program_hooks = None if is_elsewhere(hooks) else hooks
         if tensor is not None:  # the result of the operation itself is detached, as it would keep itself alive
             is_result = any([pack is self for pack in all_packed_by(tensor.grad_fn)])
-            kept = Kept(tensor, hooks, detaches=is_result)
+            kept = Kept(tensor, program_hooks, detaches=is_result)
         elif type(source) is not Kept:
-            kept = Kept(self._made_from(sharing), hooks)
+            kept = Kept(self._made_from(sharing), program_hooks)
         else:
-            kept = source if source.hooks is None else Kept(source.original(sharing), hooks)
+            kept = source if source.hooks is None else Kept(source.original(sharing), program_hooks)
         self.read_instead(Value(kept))
 
     def _made_from(self, sharing: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Advice:
             site.advice |= ADDED
             site.most_bytes = int(MORE * self.result_bytes)  # instead of calls that are missing
             if self.site_count > _GROWS * self.first_count:
-                return site  # forgotten
+                return site  # for this pass alone, which no later one finds
         if self.is_new or last_site.advice & UNKNOWN:
             last_site.next = site
         else:

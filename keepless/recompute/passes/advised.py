@@ -157,19 +157,23 @@ class Advised(Recording):
         site = None
         if not (self.is_first or self.has_left_plan):
             site = advice.find_site(self.last_site, function, args)
-            if site is None or site.number < self.last_site.number:
-                self.difference_count += 1
-                self.has_left_plan = self.policy is not None and _SHARE * self.difference_count > advice.first_count
-            if site is not None:
-                self._count_skipped(site)
+            self._count_difference(site)
         if site is None or self.has_left_plan:
             if not self.is_first and function in self.no_grad_sites:  # it may have had no gradient
                 self.reveals_calls = True
             nodes_before = next_node_number() - self.registry.storages.first_node_number + self.cut_count
             site = advice.add_site(self.last_site, function, row, args, nodes_before)
         if self.has_left_plan:
-            site.next = advice.end
+            site.next = advice.end  # every further call gets a new site
         return site
+
+    def _count_difference(self, site: Site | None) -> None:
+        """Count what is new or missing as the pass goes on at this site (None: a new one). Too much ends its plan."""
+        if site is None or site.number < self.last_site.number:
+            self.difference_count += 1
+            self.has_left_plan = self.policy is not None and _SHARE * self.difference_count > self.advice.first_count
+        if site is not None:
+            self._count_skipped(site)
 
     def _count_skipped(self, site: Site) -> None:
         """Count what the calls between the last one and this site would have made, as the pass goes on there.
@@ -194,6 +198,7 @@ class Advised(Recording):
         elif (
             site.writes
             and (site.writes == FIRST or may_overwrite(function, args, kwargs))
+            # A norm's `count.add_(1)` needs no care.
             and (saves or len(args) == 1 or kwargs or not _is_number(args[0]))
         ):
             result = self._run_in_place(site, function, args, kwargs)
@@ -357,8 +362,10 @@ class Advised(Recording):
     @property
     def is_outdated(self) -> bool:
         """Whether the pass has made more than earlier ones: nodes, larger results, or calls that were hidden there."""
-        if self.is_first or self.reveals_calls:
-            return not self.is_first
+        if self.is_first:
+            return False
+        if self.reveals_calls:
+            return True
         nodes = self.advice.node_count - self.skipped_nodes + (self.advice.added_nodes if self.has_strayed else 0)
         return self.node_count > nodes or self.growth > MORE
 

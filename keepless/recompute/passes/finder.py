@@ -100,7 +100,10 @@ class Finder:
         return self._find_argument(tensor, True, self.result.nbytes)
 
     def _find_argument(self, tensor: Tensor, may_keep: bool, room: int) -> Any:
-        """What the recipe reads for an argument. NotRepeated: `may_keep` is False, and it is not much smaller."""
+        """What the recipe reads for an argument. NotRepeated: it may change unseen, or is overwritten, or not kept.
+
+        It is kept if it is much smaller than the `room` in bytes, or if it `may_keep`.
+        """
         registry = self.registry
         storages = registry.storages
         by_advice = self.room is None
@@ -122,31 +125,38 @@ class Finder:
         is_small = MUCH * _storage_bytes(tensor) <= room
         if not (is_small or ((may_keep or stays) and not copies)):
             raise NotRepeated("its input is not kept")
-        may_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
-        may_change = not (may_copy or stays or tensor.requires_grad or storages.is_made_without_gradient(tensor))
-        if may_copy or may_change:
-            if by_advice:
-                return copied(tensor)
-            copy = registry.keep_copy(tensor)
-            self.kept_bytes += 0 if stays else copy.bytes
-            return copy
+        is_cheap_to_copy = is_small and (tensor.is_leaf or not tensor.requires_grad)
+        if is_cheap_to_copy or not (stays or tensor.requires_grad or storages.is_made_without_gradient(tensor)):
+            return self._copy(tensor, stays)  # also because the program may change it
         if not (stays or tensor.requires_grad):
             storages.teach_maker(tensor)
-        if by_advice and not is_parameter(tensor):
-            return registry.keep_by_advice(tensor)
+        return self._keep(tensor, stays)
+
+    def _copy(self, tensor: Tensor, stays: bool) -> Any:
+        """Copy an argument for the recipe. If the rules decide, the bytes count, unless the argument stays anyway."""
+        if self.room is None:
+            return copied(tensor)
+        copy = self.registry.keep_copy(tensor)
+        self.kept_bytes += 0 if stays else copy.bytes
+        return copy
+
+    def _keep(self, tensor: Tensor, stays: bool) -> Any:
+        """Keep an argument for the recipe. If the rules decide, the bytes count, unless the argument stays anyway."""
+        registry = self.registry
+        if self.room is None:
+            return _keep_for_recipe(registry, tensor) if is_parameter(tensor) else registry.keep_by_advice(tensor)
         kept = _keep_for_recipe(registry, tensor)
-        if not by_advice:
-            self.kept_bytes += 0 if stays else _storage_bytes(tensor)
-            if isinstance(kept, Value) and kept.is_unread:
-                registry.log.note(kept, tensor)
+        self.kept_bytes += 0 if stays else _storage_bytes(tensor)
+        if isinstance(kept, Value) and kept.is_unread:
+            registry.log.note(kept, tensor)
         return kept
 
     def _find_or_keep_value(self, tensor: Tensor) -> Value | None:
         """The value of an argument, if a recipe may read it. With a plan, the argument may be kept for that."""
         registry = self.registry
         if self.room is None:
-            follows = not tensor.is_leaf or not (tensor.requires_grad or tensor._base is None)
-            return derive_by_advice(registry, tensor) if follows else None
+            may_follow = not tensor.is_leaf or (tensor._base is not None and not tensor.requires_grad)
+            return derive_by_advice(registry, tensor) if may_follow else None
         value = self._value_before(tensor) if tensor is self.result else derive_value(registry, tensor)
         if value is not None and tensor is self.result:
             registry.note_read_when_overwritten(value, tensor)

@@ -39,8 +39,8 @@ class Gradients:
     def trained_flags(self, module: nn.Module) -> tuple[bool, ...]:
         """For each parameter, whether it needs a gradient.
 
-        The module is searched again only once one of them is removed. There is no weak reference to a parameter:
-        `torch.utils.swap_tensors` refuses tensors that have one.
+        The parameters are noted, and the module is searched again only once one of them is removed. There is no weak
+        reference to a parameter: `torch.utils.swap_tensors` refuses tensors that have one.
         """
         if self.parameters:
             try:

@@ -186,11 +186,9 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
             f"backward pass: while it has a name for them, the peak is {size_text(peak_with_outputs)}"
         )
     if least > budget + _BLOCK:
-        sizes = size_text(budget), size_text(least)
-        if sizes[0] == sizes[1]:
-            sizes = f"{budget:,} bytes", f"{least:,} bytes"
+        budget_text, least_text = _distinct_texts(budget, least)
         remarks.append(
-            f"no plan keeps this step within {sizes[0]}: the lowest peak is {sizes[1]}, which is used; it is at "
+            f"no plan keeps this step within {budget_text}: the lowest peak is {least_text}, which is used; it is at "
             f"{Simulation(step).place_of_peak(choice.kept)}"
         )
     if chosen_step.unseen:
@@ -199,6 +197,13 @@ def _remarks(step: Step, chosen_step: Step, choice: Choice, budget: int, beside:
             f"that, or give a smaller budget, because a step may exceed this one"
         )
     return remarks
+
+
+def _distinct_texts(size: int, larger_size: int) -> tuple[str, str]:
+    """Two sizes as texts, to the byte if they look equal otherwise."""
+    if size_text(size) == size_text(larger_size):
+        return f"{size:,} bytes", f"{larger_size:,} bytes"
+    return size_text(size), size_text(larger_size)
 
 
 def _step_and_choice(step: Step, limit: int, start: Sequence[bool] | None) -> tuple[Step, Choice]:
@@ -228,7 +233,7 @@ FEWEST = 1000  # bytes: an int such as 1 or 50 was probably meant as a share or 
 Budget = float | int | str
 
 
-def checked(budget: object) -> float | int:
+def parsed_budget(budget: object) -> float | int:
     """A number of bytes (an int), or a share of the baseline's peak (a float). ValueError if it is neither.
 
     Floats such as `0.8 * free_bytes` are rounded down, and NumPy's numbers are taken too.
@@ -305,27 +310,32 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | 
         warn("plan got a network in eval mode, whose step holds less than a training step: call network.train() first")
     if isinstance(budgets, (str, int, float, Real)):
         budgets = [budgets]
-    amounts = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
+    amounts = [parsed_budget(budget) for budget in (_SHARES if budgets is None else budgets)]
     step = rehearsed_step(network, *arguments_of(example))
     gradients = 0
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    has_gradients = is_sharded(network) or any(parameter.grad is not None for parameter in trained)
-    if step.coming and not has_gradients:
+    if step.coming and not _may_have_gradients(network):
         gradients = step.gradients
         step = step.as_gradients_come()
     limits = [_limit(amount, step, gradients) for amount in amounts]
     choices = frontier(step, budgets=limits)
     least = choices[-1].peak
     if budgets is None:
-        limits = [limit for limit in limits if limit >= least] or [least]
-    rows = _rows_of_met_limits(step, limits, choices, gradients)
-    if budgets is None:
-        rows = list({row[1:]: row for row in rows}.values())  # of budgets with one plan, the lowest
+        met_limits = [limit for limit in limits if limit >= least] or [least]
+        rows_by_plan = {row[1:]: row for row in _rows_of_met_limits(step, met_limits, choices, gradients)}
+        rows = list(rows_by_plan.values())  # of several budgets with one plan, the last, which is the lowest
+    else:
+        rows = _rows_of_met_limits(step, limits, choices, gradients)
     if not rows:
         raise ValueError(
             f"budgets={budgets}: expected one of at least {size_text(least - gradients)}, the lowest that a plan keeps"
         )
     return Frontier(plain_peak(step), least - gradients, rows, gradients)
+
+
+def _may_have_gradients(network: nn.Module) -> bool:
+    """Whether a trained parameter has a gradient already; always for networks that FSDP has sharded."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return is_sharded(network) or any(parameter.grad is not None for parameter in trained)
 
 
 def _rows_of_met_limits(

@@ -91,11 +91,11 @@ class Signature:
             self.forget_advice()
 
     def must_teach(self, pass_bytes: int) -> bool:
-        """Whether the next pass, with inputs of so many bytes, teaches advice: no unusual pass decides long.
+        """Whether the next pass, with inputs of so many bytes, teaches advice.
 
-        Passes k + 2**k do (3, 6, 11, 20, 37, …, so that what comes every second or fourth pass is not met alone); so do
-        those with over twice the inputs of earlier such passes, or after a pass with calls that these lack: of another
-        function, or for a longer graph than any pass before.
+        Passes k + 2**k do, so that no unusual pass decides for long (3, 6, 11, 20, 37, …: what comes every second or
+        fourth pass is not met alone). So do those with over twice the inputs of earlier such passes, or after a pass
+        with calls that these lack: of another function, or for a longer graph than any pass before.
         """
         number = self.pass_count + 1
         k = number.bit_length() - 1
@@ -121,7 +121,10 @@ class Signature:
         self.stray_count = 0
 
     def follow_own(self, plans: Plans | None) -> None:
-        """Let passes follow plans that were made for this size; None: there can be none."""
+        """Let passes follow plans that were made for this size; None: there can be none.
+
+        If a pass has made more than these plans know of, too, a few further steps are watched to meet one like it.
+        """
         plan, coming_plan = (None, None) if plans is None else plans
         self.follow(plan)
         self.set_coming(None if coming_plan is plan else coming_plan)

@@ -55,7 +55,7 @@ def _stride_order(tensor: Tensor) -> tuple[int, ...]:
 class Signatures:
     """The signatures of a prepared network's inputs.
 
-    `budget`: as `checked` returns it. `strict`: see `Planner.warn_of_excess`.
+    `budget`: as `parsed_budget` returns it. `strict`: see `Planner.warn_of_excess`.
 
     Inputs of a new size borrow the plan of the smallest planned size that has at least their bytes. If it has over 1.5
     times as many, they are watched once that is cheap. Larger inputs than any planned ones are watched, after sixteen
@@ -84,7 +84,7 @@ class Signatures:
                 self._planner.warn_once(_HOOKED)
             return by_rules()
         has_mode = bool(function_modes_on() or dispatch_modes_on()) and changing_mode() is not None
-        signature = self._signature_of(module, inputs, args, kwargs)
+        signature = self._use_signature(module, inputs, args, kwargs)
         policy = None
         if self.budget is None:
             signature.renew_advice(sum([tensor.nbytes for tensor in inputs if is_ordinary(tensor)]))
@@ -94,10 +94,10 @@ class Signatures:
             self._borrow_or_make_due(signature)
             if signature.is_due:
                 needs_gradient = any(tensor.requires_grad for tensor in [*module.parameters(), *inputs])
-                is_watchable = needs_gradient and not (has_mode or is_transformed((args, kwargs)))
-                if not is_watchable or is_capturing():
-                    if is_watchable:
-                        self._planner.warn_once(_CAPTURED)
+                if not needs_gradient or has_mode or is_transformed((args, kwargs)):  # no step can be watched
+                    return by_rules(ByPlan())
+                if is_capturing():
+                    self._planner.warn_once(_CAPTURED)
                     return by_rules(ByPlan())
                 if not signature.awaits_backward():
                     return self._watched_recording(signature, module, inputs, frame)
@@ -151,16 +151,37 @@ class Signatures:
         recording.signature = signature
         return recording
 
-    def _signature_of(
+    def _use_signature(
         self, module: nn.Module, inputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
-        """The signature of these inputs, which becomes the last one used. Its kind is all that plans depend on.
-
-        See `Signature.kind` for the first and the last part of it.
-        """
+        """Find or make the signature of these inputs, and note that it is the last one used."""
         ordinary = [] if self.budget is None else [tensor for tensor in inputs if is_ordinary(tensor)]
+        kind = self._kind_of(module, inputs, ordinary, args, kwargs)
+        shapes = tuple([tensor.shape for tensor in ordinary])
+        for signature in self.recent:
+            if signature.kind == kind and signature.shapes == shapes:
+                break
+        else:
+            input_bytes = sum([tensor.nbytes for tensor in ordinary])
+            signature = Signature(kind, shapes, input_bytes, is_due=self.budget is not None)
+        if self.recent[-1:] != [signature]:
+            self._note_use(signature)
+        return signature
+
+    def _kind_of(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        ordinary: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """All that plans and advice depend on, except sizes. See `Signature.kind` for the first and the last part.
+
+        `ordinary`: the inputs on whose sizes and strides plans depend.
+        """
         device_types = tuple([tensor.device.type for tensor in inputs])
-        kind = (
+        return (
             tuple([tensor.dim() if type(tensor) in PLAIN and is_ordinary(tensor) else None for tensor in inputs]),
             tuple([(tensor.dtype, tensor.requires_grad) for tensor in inputs]),
             tuple([argument if isinstance(argument, _CHOICES) else ... for argument in args]),
@@ -172,16 +193,6 @@ class Signatures:
             tuple(map(_stride_order, ordinary)),
             tuple([tensor.device for tensor in inputs]),
         )
-        shapes = tuple([tensor.shape for tensor in ordinary])
-        for signature in self.recent:
-            if signature.kind == kind and signature.shapes == shapes:
-                break
-        else:
-            input_bytes = sum([tensor.nbytes for tensor in ordinary])
-            signature = Signature(kind, shapes, input_bytes, is_due=self.budget is not None)
-        if self.recent[-1:] != [signature]:
-            self._note_use(signature)
-        return signature
 
     def _plan_watched_steps(self, module: nn.Module) -> None:
         for signature in self.recent:
@@ -209,17 +220,10 @@ class Signatures:
 
     def _plan_watched(self, module: nn.Module, signature: Signature, watch: Watch) -> None:
         """Plan the passes of a signature, if the step that was watched has ended."""
-        if watch.state is State.AWAITS and not watch.in_pass:
-            if watch.has_backward:  # what is left of its graph will not run
-                watch.conclude()
-            elif not watch.is_awaited():  # the program has dropped it
-                watch.end(State.LOST)
+        _end_between_passes(watch)
         if not watch.is_over:
             return
-        # Measuring operators waits for the device, and ends a profiler.
-        if watch.state is State.COUNTED and (is_capturing() or profiler_runs()):
-            if not is_measuring():
-                self._planner.warn_once(_PROFILED)
+        if watch.state is State.COUNTED and not self._may_measure():
             return
         signature.watch = None
         if watch.state is State.COUNTED:
@@ -229,6 +233,15 @@ class Signatures:
             signature.follow_own(None)
         else:
             signature.backward = Backward(None)  # which no graph has: watch again after a pass with a backward pass
+
+    def _may_measure(self) -> bool:
+        """Whether operators may be measured now. It waits for the device, and would end a profiler: warn of that."""
+        if is_capturing():
+            return False
+        has_profiler = profiler_runs()
+        if has_profiler and not is_measuring():  # it is the program's
+            self._planner.warn_once(_PROFILED)
+        return not has_profiler
 
     def _note_use(self, signature: Signature) -> None:
         """Make this the last one used. At most `_CAPACITY` have a plan of their own, and as many have none."""
@@ -291,9 +304,10 @@ class Signatures:
         """Let a step be watched if a pass has made more than the planned one, or if that is cheap, other calls."""
         is_outdated = isinstance(recording, Advised) and recording.is_outdated
         is_larger = recording.growth > MORE
-        if recording.elsewhere is not None and not (is_outdated or is_larger):
+        is_held_elsewhere = recording.elsewhere is not None
+        if is_held_elsewhere and not (is_outdated or is_larger):  # its results came earlier than planned, but no more
             signature.slack = max(signature.slack, 2 * recording.fluctuation_bytes)
-        elif recording.elsewhere is not None or is_outdated:
+        elif is_held_elsewhere or is_outdated:
             signature.base.is_due = True
             if signature.plan is not None:
                 signature.base.exceeded_bytes = signature.plan.bytes if is_larger else 0
@@ -313,7 +327,7 @@ class Signatures:
 
     def add_plans(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plans: Plans) -> None:
         """Let passes with arguments of this size follow plans from their first one on."""
-        signature = self._signature_of(module, tensors_in((args, kwargs)), args, kwargs)
+        signature = self._use_signature(module, tensors_in((args, kwargs)), args, kwargs)
         self._note_watched(signature)
         signature.watch = None
         signature.follow_own(plans)
@@ -334,6 +348,15 @@ class Signatures:
         for key in signatures.keys() & received[0].keys():
             if received[0][key] != own_plans[key]:
                 signatures[key].exchange_plans(*received[0][key])
+
+
+def _end_between_passes(watch: Watch) -> None:
+    """End a watch between two passes if no further node of its graph will run."""
+    if watch.state is State.AWAITS and not watch.in_pass:
+        if watch.has_backward:  # what is left of its graph will not run
+            watch.conclude()
+        elif not watch.is_awaited():  # the program has dropped it
+            watch.end(State.LOST)
 
 
 def _has_left_plan(signature: Signature, recording: Recording) -> bool:

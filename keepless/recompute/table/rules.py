@@ -207,7 +207,7 @@ def activation(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if len(args) < 2 and kwargs.keys() <= _INPLACE_ALONE:
-            return Again(plain, [find(args[0] if args else kwargs["input"])], True, True)
+            return Again(plain, [find(args[0] if args else kwargs["input"])], fresh=True, can_overwrite=True)
         options = dict(zip(names, args, strict=False)) | kwargs
         x = options.pop("input")
         is_known = len(args) <= len(names) and options.keys() <= set(names)
@@ -243,8 +243,10 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
     if name not in _BATCH_NORMS:
         raise NotRepeated(f"no rule repeats {name}")
     if name == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
-        return Again(_by_cudnn, [x, weight, bias, eps], True)
-    return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), weight, bias], True)
+        return Again(_by_cudnn, [x, weight, bias, eps], fresh=True)
+    mean = find.saved(node, "result1")
+    invstd = find.saved(node, "result2")
+    return Again(normalised, [x, mean, invstd, weight, bias], fresh=True)
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

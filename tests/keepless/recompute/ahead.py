@@ -100,7 +100,7 @@ def watched_count(network: nn.Module) -> int:
 def plan_next_step(network: nn.Module, x: Tensor) -> None:
     """Make the plan of a step on x now, if there is none: from the step that was watched, or from another one."""
     signatures = plans_of(network)
-    signature = signatures._signature_of(network, [x], (x,), {})
+    signature = signatures._use_signature(network, [x], (x,), {})
     signatures._plan_watched_steps(network)
     signatures._borrow_or_make_due(signature)
     if signature.is_due:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import before_capture, fit, plan, recompute_activations, report
 from keepless.recompute.signatures import plans as plans_module
-from keepless.recompute.signatures.plans import checked
+from keepless.recompute.signatures.plans import parsed_budget
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.dry import counted_step, rehearsed_step
 from keepless.recompute.step.search import frontier
@@ -106,7 +106,7 @@ WRONG = {
 def test_budgets_may_be_floats_texts_and_numbers_of_numpy():
     numbers = {0.9 * 2**20: 943718, np.int64(4000): 4000, np.float32(0.5): 0.5}
     for budget, expected in {**numbers, "50%": 0.5, "900 KB": 900_000}.items():
-        assert repr(checked(budget)) == repr(expected)
+        assert repr(parsed_budget(budget)) == repr(expected)
 
 
 @pytest.mark.filterwarnings("error")

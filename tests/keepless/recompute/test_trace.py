@@ -84,6 +84,15 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     assert random_state(torch.ones(2)) is None
 
 
+def test_a_capture_after_the_watched_step_is_not_called_a_profiler(monkeypatch):
+    plain, within = pair(Layers(3), budget=1.0)
+    assert_like(plain, within, X)
+    monkeypatch.setattr("keepless.recompute.signatures.signatures.is_capturing", lambda: True)
+    with pytest.warns(UserWarning) as warnings:
+        assert_like(plain, within, X)
+    assert ["a CUDA graph is captured" in str(warning.message) for warning in warnings] == [True]
+
+
 @pytest.mark.parametrize("budget", [None, 1.0])
 def test_threads_measure_one_after_the_other(budget):
     """`nn.DataParallel` calls networks in threads. Two that start a profiler at once crash the process."""
