@@ -120,7 +120,7 @@ def end_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     """Refuse what autograd has saved of the memory, if the call has written there.
 
     A tensor that `.data` has returned has a version of its own. If the call has written to such a tensor, autograd
-    reads the memory, as PyTorch alone does, and the result is True.
+    reads the memory, as PyTorch alone does, and the result is True. Otherwise it is False.
     """
     if write.tensor._version == write.version:
         _note_again(write, memories)
@@ -129,6 +129,7 @@ def end_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     originals = write.originals
     values = [value for value in [reference() for reference in memory.values] if isinstance(value, Value)]
     sources: list[Any] = [value.source for value in values if value.storage and type(value.source) is Kept]
+    # The write has not changed the version of what is kept: it went to a tensor that `.data` has returned.
     is_unseen = any([not kept.is_modified() for kept in (*sources, *originals.values())])
     for saved, tensor in memory.take_saves():
         if not is_unseen:

@@ -232,7 +232,7 @@ class Advised(Recording):
         if result.layout is not strided:
             return
         self.result_bytes += result.nbytes
-        if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:
+        if self.last_site.advice & FLAT and result.requires_grad and not self.is_first:  # unlike in earlier passes
             self.reveals_calls = True
             if self.elsewhere is None:
                 self.hold_elsewhere(0, result.nbytes)
@@ -313,7 +313,8 @@ class Advised(Recording):
         is_view = isinstance(result, Tensor) and result._is_view()
         if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
             inputs = tensors_in(call.arguments)
-            self.cut_count += torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs])
+            if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
+                self.cut_count += 1
         if self.registry.by_plan and not is_view and (self.is_first or call.packed or call.recipes):
             site.advice |= COUNT | (0 if getattr(result, "requires_grad", True) else FLAT)
         note = Note(call, result, self.registry.find_value)
@@ -438,7 +439,7 @@ class Advised(Recording):
         if is_kept or not (advice & DROP and is_ordinary(tensor)):
             return Kept(tensor, None)
         last_tensor, value = self.result_candidates[-1] if self.result_candidates else (None, None)
-        if value is None or last_tensor is not tensor:  # otherwise it is saved twice
+        if value is None or last_tensor is not tensor:  # otherwise it is saved a second time, with the same value
             value = Value(None)
         self.result_candidates.append((tensor, value))
         return Saved(value, registry.storages.memories, tensor)
@@ -457,7 +458,7 @@ class Advised(Recording):
         find = self.find
         find.is_memory_read = True
         target: Any = args[0] if args else None
-        dropped_version = 0  # that the target will have, if it is then dropped
+        dropped_version: int | None = None  # of the target after the call, if its value is then to be dropped
         if type(target) in PLAIN and is_ordinary(target):
             if site.advice & DROP and _is_grad_enabled():
                 dropped_version = target._version + 1
@@ -465,14 +466,14 @@ class Advised(Recording):
                 if find.before is None and (target._base is not None or type(target.grad_fn) in DERIVING):
                     find.before = derive_by_advice(registry, target)
             if target.grad_fn is not None and (site.writes == FIRST or function in INPLACE):
-                value = find.before if dropped_version else registry.find_value(target)
+                value = registry.find_value(target) if dropped_version is None else find.before
                 find.is_memory_read = registry.storages.is_read(target, value)
         writes = self.begin_writing(function, args, kwargs) if find.is_memory_read else []
         try:
             result = (
                 self._run_with_hooks(site, function, args, kwargs) if site.advice & HOOKS else function(*args, **kwargs)
             )
-            if dropped_version and result is target and result._version == dropped_version:
+            if dropped_version is not None and result is target and result._version == dropped_version:
                 self._give_own_recipe(site, args, kwargs, result, is_written=True)
             if self.saved_leaves or self.result_candidates:
                 self._finish_saving()
@@ -485,7 +486,7 @@ class Advised(Recording):
     def _give_own_recipe(
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, is_written: bool = False
     ) -> None:
-        """Give the result of a call a recipe, made by its rule from the arguments of this very call.
+        """If possible, give the result of a call a recipe, made by its rule from the arguments of this very call.
 
         `is_written`: the call has written over its first argument, and returned it.
         """

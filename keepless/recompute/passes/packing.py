@@ -86,7 +86,7 @@ def make_sign_mask(registry: Registry, tensor: Tensor, positive: Positive | None
 
 
 def _save_with_value(registry: Registry, tensor: Tensor, call: Call) -> Saved:
-    """What autograd holds for a tensor that gets a value, unless it has one."""
+    """What autograd holds for a tensor: its value, which is made if there is none yet."""
     row = call.row
     log = registry.log
     value = derive_value(registry, tensor)

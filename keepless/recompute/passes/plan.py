@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Of all results."""
+        """Bytes of all results."""
         return self.calls[-1][1] if self.calls else 0
 
     @property
