@@ -115,22 +115,26 @@ class CapturedMicroBatches:
         self.images = self.labels = self.loss = torch.empty(0)
 
     def zero_gradients(self) -> None:
-        """Before a step: gradients have their places once a micro-batch was captured or ranks have averaged them.
+        """Zero the gradients before a step, in the buffers that captures and averages over ranks move them into.
 
-        Until then there are none, as before eager steps: they take no memory in the forward pass.
+        While there are no buffers, free them, as before eager steps: they take no memory in the forward pass. Note
+        which parameters the last step has `reached`.
         """
-        for buffer in self.gradients.buffers:
-            buffer.zero_()
-        if not self.gradients.buffers:
-            self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
-            for parameter in self.reached:
-                parameter.grad = None
+        if self.gradients.buffers:
+            for buffer in self.gradients.buffers:
+                buffer.zero_()
+            return
+        self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
+        for parameter in self.reached:
+            parameter.grad = None
 
     def average_gradients(self, world: World) -> None:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
-        if world.size > 1 and self.replay is None:
+        if world.size == 1:
+            return
+        if self.replay is None:
             self.gradients.move_into_buffers()
-        for buffer in self.gradients.buffers if world.size > 1 else ():
+        for buffer in self.gradients.buffers:
             world.sum_(buffer.div_(world.size))  # in DDP's order
 
     def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
@@ -141,7 +145,7 @@ class CapturedMicroBatches:
         if not self.is_warm:
             with before_capture():
                 loss = self._run_eagerly(micro_batch, images, labels)
-            self.problem = self.problem or self._problem_of_numbers(micro_batch)
+            self.problem = self.problem or self._compare_numbers(micro_batch)
             return loss
         if self.replay is None:
             self._capture(micro_batch, images, labels)
@@ -182,8 +186,9 @@ class CapturedMicroBatches:
         if self.problem is not None:
             raise NotCaptured(self.problem)
         try:
-            for parameter in () if self.gradients.buffers else self.reached:
-                parameter.grad = torch.zeros_like(parameter)
+            if not self.gradients.buffers:
+                for parameter in self.reached:
+                    parameter.grad = torch.zeros_like(parameter)
             self.gradients.move_into_buffers()
             self.images = images.clone()
             self.labels = labels.clone()
@@ -196,7 +201,7 @@ class CapturedMicroBatches:
         names = self.gradients.names_outside()
         if names:
             raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
-        problem = self._problem_of_numbers(micro_batch)
+        problem = self._compare_numbers(micro_batch)
         if problem is not None:
             raise NotCaptured(problem)
 
@@ -222,20 +227,23 @@ class CapturedMicroBatches:
             try:
                 if is_out_of_memory(error):
                     raise error from None
-                place = "in a CUDA graph"
-                if "stream is capturing" in str(error):  # CUDA's words where the host would wait for the device
-                    place += ", where nothing may read a tensor's value"
-                module = self._module_of(error)
-                raise NotCaptured(f"{module} cannot be captured {place} ({_first_line(error)})") from last
+                raise NotCaptured(self._problem_behind(error)) from last
             finally:
                 del error  # or a cycle would keep the tensors of the pass
 
-    def _problem_of_numbers(self, micro_batch: MicroBatch) -> str | None:
-        """Why the modules' numbers cannot be captured, if one has changed since the last micro-batch.
+    def _problem_behind(self, error: Exception) -> str:
+        """Which module cannot be captured, by the error that it raised."""
+        place = "in a CUDA graph"
+        if "stream is capturing" in str(error):  # CUDA's words where the host would wait for the device
+            place += ", where nothing may read a tensor's value"
+        return f"{self._module_of(error)} cannot be captured {place} ({_first_line(error)})"
 
-        Where `requested`, the first change is only a warning.
+    def _compare_numbers(self, micro_batch: MicroBatch) -> str | None:
+        """Compare the modules' numbers with those of the last micro-batch, and note them; return a problem, if any.
+
+        It is that one has changed. Where `requested`, the first change is only a warning.
         """
-        name = self._changed_number(micro_batch)
+        name = self._note_numbers(micro_batch)
         if name is None or self.has_warned:
             return None
         text = f"{name} changes from step to step, and a CUDA graph would repeat its present value"
@@ -245,7 +253,7 @@ class CapturedMicroBatches:
         logger.warning(f"trainer.capture=true: {text}")
         return None
 
-    def _changed_number(self, micro_batch: MicroBatch) -> str | None:
+    def _note_numbers(self, micro_batch: MicroBatch) -> str | None:
         """Note the modules' numbers; return the name of one that has changed since they were last noted."""
         previous_numbers = self.numbers
         self.numbers = numbers_of(self.network, micro_batch)

@@ -43,8 +43,8 @@ class WeightAverage:
     def update(self, network: nn.Module, finite: Tensor | None = None) -> None:
         """average = decay * average + (1 - decay) * weights; the first update copies the weights.
 
-        `finite`: a boolean on the network's device, 0-dimensional: after a step that is not, the average stays. None:
-        the run ends then. (With it, an update on CUDA makes a temporary copy of all weights.)
+        `finite`: whether the step was, a 0-dimensional boolean on the network's device: if not, the average stays.
+        (On CUDA this takes a temporary copy of all weights.) None: a run that such a step ends, so nothing depends on it.
         """
         pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
         if self.updates:  # frozen weights stay as the first update has copied them

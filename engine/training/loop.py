@@ -47,12 +47,11 @@ def train(
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
         ValueError: an image cannot be read; or the loss has parameters that would be trained.
     """
-    learner, schedule, world = run.learner, run.schedule, run.world
-    minibatch_size = run.config.data.crops_per_minibatch
+    schedule = run.schedule
     delivered = _begin(run, minibatches, loss)
     with run.metrics as metrics:
         evaluated = _repeat_evaluation(run, evaluate)
-        if run.stop.anywhere(world):
+        if run.stop.anywhere(run.world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
         if evaluated is not None and metrics.ends_early:
             return evaluated
@@ -61,23 +60,12 @@ def train(
         for step, minibatch in enumerate(delivered, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             waited_s = time.perf_counter() - ended_s
-            lr = learner.optimizer.param_groups[0]["lr"]
-            if step == run.start_step + PLANNED_STEPS + 1:
-                forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
-            try:
-                with _checked_step(loss, run) if step <= run.start_step + CHECKED_STEPS else nullcontext():
-                    outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
-            except (RuntimeError, ValueError) as error:
-                _raise_better(error, step, minibatch, run)
-                raise
-            if step == run.start_step + PLANNED_STEPS:
-                run.share_plans()
-                if learner.captured is not None:
-                    learner.captured.begin()
+            lr = run.learner.optimizer.param_groups[0]["lr"]
+            outcome = _take_step(run, loss, minibatch, step)
             launched_s = time.perf_counter()
             # The host reads a step's numbers while the device takes the next one.
             must_stop = previous_step is not None and _record_step(previous_step, run)
-            must_stop = must_stop or (world.size == 1 and run.stop.requested)
+            must_stop = must_stop or (run.world.size == 1 and run.stop.requested)
             previous_step = LaunchedStep(step, outcome, lr, minibatch["name"], waited_s, launched_s)
             if must_stop or schedule.checkpoints(step):
                 must_stop = _record_step(previous_step._replace(launched_s=None), run) or must_stop
@@ -94,7 +82,10 @@ def train(
 
 
 def _begin(run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss) -> Iterator[dict]:
-    """Restore what a resumed run has saved; return the minibatches on the device, traced with `trainer.profile`."""
+    """Restore what a resumed run has saved; return the minibatches on the device, traced with `trainer.profile`.
+
+    From now on a stop is requested, and the run saves its step before it ends.
+    """
     if run.learner.captured is not None and getattr(loss, "asks_for_batch", False):
         run.learner.captured.problem = "the loss asks for each batch, and a CUDA graph would give it the first again"
     run.begin(loss, minibatches)
@@ -119,6 +110,28 @@ def _save(run: Run[Config, Split], step: int, must_stop: bool) -> None:
     if must_stop:
         run.directory.finish_saving()
         raise Preempted(f"stopped after step {step} of {run.schedule.total_steps}")
+
+
+def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) -> Outcome:
+    """Take a step by `train_step`; the first ones of this process are checked, and after three plans and graphs hold.
+
+    Errors: see `train`.
+    """
+    steps_here = step - run.start_step
+    if steps_here == PLANNED_STEPS + 1:
+        forget_peak(run.world.device)  # of cuDNN's search for algorithms, and of tracing for plans
+    try:
+        with _checked_step(loss, run) if steps_here <= CHECKED_STEPS else nullcontext():
+            minibatch_size = run.config.data.crops_per_minibatch
+            outcome = train_step(run.learner, loss, minibatch, minibatch_size, run.world, run.stop.requested)
+    except (RuntimeError, ValueError) as error:
+        _raise_better(error, step, minibatch, run)
+        raise
+    if steps_here == PLANNED_STEPS:
+        run.share_plans()
+        if run.learner.captured is not None:
+            run.learner.captured.begin()
+    return outcome
 
 
 @contextmanager

@@ -148,9 +148,9 @@ def take_optimizer_step(learner: Learner) -> None:
 def step_memory(config: TrainingRun, crops: int, crop_size: int, device_count: int = 1) -> StepMemory:
     """The memory of one device in the second step of a training, on crops of `crop_size`.
 
-    With several devices, DDP holds all gradients in its buckets (`gradient_as_bucket_view=True`), and adds each there;
-    with several micro-batches only the sums. So does a captured step (trainer.capture=true; auto is planned as an eager
-    one): see `engine.training.capture`. (With several micro-batches, the first makes them.)
+    With several devices, gradients are in DDP's buckets all the time (`gradient_as_bucket_view=True`); of several
+    micro-batches, their sums. A captured step holds them in buffers likewise (`engine.training.capture`), except that
+    of several micro-batches the first one makes them. (trainer.capture=auto is planned as eager steps.)
     """
     parts = config.trainer.accumulation_steps
     in_buckets = parts == 1 if config.trainer.capture is True else device_count > 1
@@ -332,7 +332,10 @@ def fit_to_budget(config: Config) -> tuple[Config, str]:
     world = World(size=process_count, device=device_of(config.trainer.device, key="trainer.device"))
     with FakeTensors():
         network = network_of(config, classes_of(config.data))
-    if why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is not None:
+    is_eager = why_eager(config, network, config.trainer.steps or FEWEST_CAPTURED, world) is not None
+    rank = int(os.environ.get("RANK", "0"))
+    log_to(make_console(rank), None, rank)
+    if is_eager:
         return _config_within_budget(config, world, is_captured=False), ""
     try:
         return _config_within_budget(config, world, is_captured=True), ""
@@ -349,8 +352,6 @@ def _config_within_budget(config: Config, world: World, is_captured: bool) -> Co
     memory = config.memory
     available = memory.available(world.size, is_captured)
     assert available is not None, "there is a budget"
-    rank = int(os.environ.get("RANK", "0"))
-    log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
         chosen = _config_of_resumed_run(config) or fitting_config(config, world.size, is_captured)

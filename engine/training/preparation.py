@@ -66,8 +66,12 @@ def open_run(
             if watch is not None:
                 train_set = watch.first_images(train_set, data.crops_per_minibatch)
             run = _make_run(config, world, stop, directory, train_set, val_set, watch)
+            if run.resumed is None:
+                check_exists(config.init)
             _begin_log(run, command, doubts)
-            _verify_and_measure_images(run, command)
+            _verify_and_measure_images(run)
+            if run.resumed is None and world.first:
+                _write_config(run, command)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
@@ -76,9 +80,7 @@ def open_run(
 
 
 def _begin_log(run: Run, command: str, doubts: list[str]) -> None:
-    """Open the log, in which the command and warnings come first. ValueError: init.weights does not exist."""
-    if run.resumed is None:
-        check_exists(run.config.init)
+    """Open the log, in which the command and warnings come first."""
     log_to(run.console, run.directory.log if run.world.first else None, run.world.rank)
     logger.debug(command)
     if run.world.first:
@@ -152,8 +154,8 @@ def _make_run(
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step, watch)
 
 
-def _verify_and_measure_images(run: Run, command: str) -> None:
-    """Verify the images, and measure their channels if the configuration asks for it; write the configuration."""
+def _verify_and_measure_images(run: Run) -> None:
+    """Verify the images; if the configuration asks for measured channels, give it their mean and deviation."""
     data = run.config.data
     with run.world.first_goes_ahead() as first:
         if data.verify and first:
@@ -164,9 +166,9 @@ def _verify_and_measure_images(run: Run, command: str) -> None:
                 logger.warning(doubt)
         normalisation = _normalisation(run) if data.is_measured and first else None
     if data.is_measured:
-        data.mean, data.std = map(list, run.world.gather(normalisation)[0] or ())
-    if run.resumed is None and run.world.first:
-        _write_config(run, command)
+        normalisation = run.world.gather(normalisation)[0]
+        assert normalisation is not None, "rank 0 has measured"
+        data.mean, data.std = map(list, normalisation)
 
 
 def _write_config(run: Run, command: str) -> None:

@@ -89,7 +89,7 @@ class Run(Generic[Config, Split]):
 
         ValueError: see `build.learner`, `initialise`; the checkpoint does not fit; or a score of one's own is none.
         """
-        added_scores(self.config, self.val_set)  # the first evaluation is late to find what is wrong
+        added_scores(self.config, self.val_set)  # for its errors: the first evaluation would be late to find them
         learner = build.learner(self.config, make, self.schedule, self.world, eager_because)
         if self.resumed is not None:
             self._resume(learner, self.resumed)
@@ -116,7 +116,7 @@ class Run(Generic[Config, Split]):
             if self.metrics.ends_early:
                 self._log_early_end()
             elif self.world.first:
-                self.directory.results.unlink(missing_ok=True)  # the run goes on
+                self.directory.results.unlink(missing_ok=True)  # of an early end, after which the run now goes on
 
     def _initialise(self, learner: Learner) -> None:
         """Load init.weights. ValueError: they do not fit."""
