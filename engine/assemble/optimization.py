@@ -21,6 +21,19 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     ValueError: its step needs a closure, or its `state_dict` is not as PyTorch's.
     """
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
+    optimizer = builder("optim", config)(_parameter_groups(config, network, head), **options)
+    _check_methods(optimizer, config.name)
+    if optimizer.defaults.get("dampening"):  # the first gradient is not dampened, but would be with the momentum below
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["fused"] = False
+    if optimizer.defaults.get("fused") and not optimizer.param_groups[0]["params"][0].is_meta:
+        _start_momentum(optimizer)
+    return optimizer
+
+
+def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The named parameters that are trained, in groups of the same learning rate and weight decay, the body's first."""
     groups: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
@@ -28,29 +41,25 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             decays = config.decay == "all" or parameter.ndim > 1
             groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
     body_first = sorted(groups.items(), key=lambda group: group[0][0] != 1.0)
-    params = [
+    return [
         {"params": parameters, "lr": config.lr * factor, "weight_decay": weight_decay}
         for (factor, weight_decay), parameters in body_first
     ]
-    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
-    optimizer = builder("optim", config)(params, **options)
+
+
+def _check_methods(optimizer: Optimizer, name: str) -> None:
+    """ValueError: the step of the optimiser optim=NAME needs a closure, or its state dict is not as PyTorch's."""
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise ValueError(
-            f"optim={config.name}: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
+            f"optim={name}: {type(optimizer).__name__}.step needs a closure that computes the loss again, which "
             f"trainings do not give; choose an optimiser that steps by its gradients alone, such as optim=adamw"
         )
     missing_parts = {"state", "param_groups"} - optimizer.state_dict().keys()
     if missing_parts:
         lacks = f"{type(optimizer).__name__}.state_dict() lacks {' and '.join(sorted(missing_parts))}"
         advice = "so no checkpoint could be continued: let it add to super().state_dict()"
-        raise ValueError(f"optim={config.name}: {lacks}, {advice}")
-    if optimizer.defaults.get("dampening"):  # the first gradient is not dampened, but would be with the momentum below
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"] = False
-    if optimizer.defaults.get("fused") and not optimizer.param_groups[0]["params"][0].is_meta:
-        _start_momentum(optimizer)
-    return optimizer
+        raise ValueError(f"optim={name}: {lacks}, {advice}")
 
 
 def _start_momentum(optimizer: Any) -> None:

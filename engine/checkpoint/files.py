@@ -53,10 +53,9 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         partial_path(path.with_name(name)).unlink(missing_ok=True)
 
     def failure_message(reason: OSError) -> str:
-        size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
-        advice = recovery_advice(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
-        if "bytes are free" in advice:
-            advice = f"It needs {size:,} bytes, and {advice}"
+        needed_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # and a few kB
+        checkpoints = (*map(path.with_name, RESUMED), path, previous)
+        advice = recovery_advice(reason, path.parent, *checkpoints, needed_bytes=needed_bytes)
         words, _ = explained(reason, path.parent)
         return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {advice}"
 
@@ -100,13 +99,18 @@ def _write_and_rename(
                 os.replace(path, previous)
             os.replace(file.name, path)
         _flush_renames(path.parent)
-    except BaseException as error:
-        reason: BaseException | None = error  # torch.save may report an unexpected file position instead
-        while reason is not None and not isinstance(reason, OSError):
-            reason = reason.__cause__ or reason.__context__
-        if reason is None or not isinstance(error, (OSError, RuntimeError)):
+    except (OSError, RuntimeError) as error:
+        reason = _os_error_behind(error)
+        if reason is None:
             raise
         raise OSError(message(reason)) from error
+
+
+def _os_error_behind(error: BaseException | None) -> OSError | None:
+    """The error of the system that is one, or has caused it: torch.save may report an unexpected file position."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _flush_renames(folder: Path) -> None:
@@ -122,8 +126,11 @@ def _flush_renames(folder: Path) -> None:
         warn(f"{folder} cannot be flushed ({error.strerror}): after a power failure a checkpoint may have another name")
 
 
-def recovery_advice(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
-    """The end of a message about a file that cannot be written: the last good checkpoint, and what to do."""
+def recovery_advice(reason: OSError, folder: Path, *checkpoints: Path | None, needed_bytes: int | None = None) -> str:
+    """The end of a message about a file that cannot be written: the last good checkpoint, and what to do.
+
+    Of a full disk it also says how much is free, and of `needed_bytes`.
+    """
     good = last_good(*checkpoints)
     if good:
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
@@ -136,7 +143,8 @@ def recovery_advice(reason: OSError, folder: Path, *checkpoints: Path | None) ->
     free_bytes = "an unknown number of"
     with suppress(OSError):
         free_bytes = f"{shutil.disk_usage(folder).free:,}"
-    return f"{free_bytes} bytes are free there; {kept}. {cure}"
+    needs = "" if needed_bytes is None else f"It needs {needed_bytes:,} bytes, and "
+    return f"{needs}{free_bytes} bytes are free there; {kept}. {cure}"
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:

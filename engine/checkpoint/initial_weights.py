@@ -144,16 +144,18 @@ def _file_of_weights(config: TrainingRun) -> Path:
 
 
 def _weights_in_file(path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:
+    """The weights in a file of `init.format`. ValueError, beginning with `name`: it cannot be read, or is of another."""
     init = config.init
     if init.format is None:
         return weights_in_checkpoint(checkpoint.read(path), path, name)
-    if init.format == "released":
+    is_released = init.format == "released"
+    if is_released:
         content = released.read(path, name)
     else:
         content = torch_files.read(path, name, "a state dict {name: tensor}", "it may have to be copied again")
     if is_ours(content):
         raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
-    if init.format == "released":
+    if is_released:
         file = released.weights_in(content, path, name, init.scale, key="init.scale")
         return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
     return _weights_in_state_dict(content, path, name, network, config)
@@ -221,17 +223,27 @@ def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.M
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, name_remarks = from_library(tensors, body.state_dict(), body.left_out)
-        recorded_normalisation = stated_normalisation(path, content) if format == "timm" else None
-        if format == "timm" and recorded_normalisation is None and config.init.weights != PUBLISHED:
-            recorded_normalisation = _normalisation_of_tags(name, config)
-        normalisation = recorded_normalisation or config.body.normalisation()
-        return Weights(tensors, source, remarks=remarks + name_remarks + body.remarks, normalisation=normalisation)
+        normalisation = _normalisation_of_timm_file(path, content, name, config) if format == "timm" else None
+        return Weights(
+            tensors,
+            source,
+            remarks=remarks + name_remarks + body.remarks,
+            normalisation=normalisation or config.body.normalisation(),
+        )
     try:
         tensors = from_torchvision(tensors)
         return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
     except ValueError as error:
         advice = "body=torchvision or body=timm takes others"
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
+
+
+def _normalisation_of_timm_file(path: Path, content: object, name: str, config: TrainingRun) -> Normalisation | None:
+    """The normalisation that a file of timm's states, or that its tags suggest; None if neither does."""
+    stated = stated_normalisation(path, content)
+    if stated is None and config.init.weights != PUBLISHED:
+        return _normalisation_of_tags(name, config)
+    return stated
 
 
 def _normalisation_of_tags(name: str, config: TrainingRun) -> Normalisation | None:

@@ -1,6 +1,6 @@
 """The configuration that a checkpoint or results have recorded -> a checked dataclass of `engine.schema`."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields, make_dataclass
 from functools import partial
@@ -56,13 +56,12 @@ def from_plain(
             is_list = "is_list" in declared_in(schema)[group].metadata
             group_values = values.get(group, {})
             values_by_name = group_values if is_list else {group_values.get("name"): group_values}
-            alternatives = dict(classes)
-            for name, choice_values in values_by_name.items():
-                if absent_plugins and name not in classes:
-                    if builds is None or group in builds:
-                        raise PluginsNeeded(f"{source}: {group}={name}", absent_plugins)
-                    alternatives[name] = _absent(bases_of(schema)[group], classes, choice_values)
-                    unknown_choices.append(f"{group}={name}")
+            unknown_names = [name for name in values_by_name if name not in classes] if absent_plugins else []
+            if unknown_names and (builds is None or group in builds):
+                raise PluginsNeeded(f"{source}: {group}={unknown_names[0]}", absent_plugins)
+            unknown_choices += [f"{group}={name}" for name in unknown_names]
+            base = bases_of(schema)[group]
+            alternatives = classes | {name: _absent(base, classes, values_by_name[name]) for name in unknown_names}
             choices = {name: OmegaConf.structured(alternative(group, alternatives, name)) for name in values_by_name}
             merged[group] = choices if is_list else choices[group_values.get("name")]
         # Without interpolations: a checkpoint must not read this machine's environment variables.
@@ -81,12 +80,9 @@ def from_plain(
 def _absent(base: type, classes: Mapping[str, type], values: Mapping[str, Any]) -> type:
     """A class for a choice that nobody has registered here, with all of its values; `is_absent` marks it.
 
-    It derives from what ours of the group derive from: of `base` the class that has most of its keys.
+    It derives from what ours of the group derive from: `base`, or the class between it and them with most of its keys.
     """
-    candidates: list[type[Any]] = [base]
-    for candidate in candidates:  # which grows
-        subclasses = candidate.__subclasses__()
-        candidates += [kind for kind in subclasses if kind not in classes.values() and not is_absent(kind)]
+    candidates = [base, *_subclasses(base, {*classes.values()})]
     keys = {kind: {key.name for key in fields(kind)} for kind in candidates}
     parent = max(candidates, key=lambda kind: len(keys[kind]) if keys[kind] <= values.keys() else 0)
     added_fields: list[Any] = [
@@ -95,3 +91,11 @@ def _absent(base: type, classes: Mapping[str, type], values: Mapping[str, Any]) 
         if name not in keys[parent]
     ]
     return make_dataclass(parent.__name__, added_fields, bases=(parent,), namespace={"is_absent": True, "builds": ""})
+
+
+def _subclasses(kind: type[Any], choices: Container[type]) -> Iterator[type[Any]]:
+    """The classes that derive from a kind, directly or not, without choices, absent ones, and what derives from those."""
+    for subclass in kind.__subclasses__():
+        if subclass not in choices and not is_absent(subclass):
+            yield subclass
+            yield from _subclasses(subclass, choices)

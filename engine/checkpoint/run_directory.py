@@ -235,11 +235,10 @@ class RunDirectory:
         raise self._error(f" holds a run with another configuration: {listed}. {advice} {self._new_run_advice()}")
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
-        """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone, or a user's.
+        """ValueError: a new run would overwrite a user's file, or files of a run whose last checkpoints are gone.
 
-        Or if the folder is a run's folder of checkpoints.
-
-        With resume=auto, records alone may be overwritten: the run died before its first checkpoint.
+        Or the folder is one of checkpoints, in a run's own. With resume=auto, records alone may be overwritten: of a
+        run that has died before its first checkpoint.
         """
         text = self.config.read_text("utf-8", "replace").strip("\0") if self.config.is_file() else ""
         if text and not re.search(r"^# \d+ x \w+$", text, re.MULTILINE):  # a power cut may leave zeros

@@ -44,7 +44,8 @@ class WeightAverage:
         """average = decay * average + (1 - decay) * weights; the first update copies the weights.
 
         `finite`: whether the step was, a 0-dimensional boolean on the network's device: if not, the average stays.
-        (On CUDA this takes a temporary copy of all weights.) None: a run that such a step ends, so nothing depends on it.
+        (On CUDA this takes a temporary copy of all weights.) None: the average always changes, as such a step ends the
+        run.
         """
         pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
         if self.updates:  # frozen weights stay as the first update has copied them
