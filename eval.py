@@ -12,6 +12,8 @@ import engine.process.start  # noqa: F401
 
 from pathlib import Path
 
+from rich.console import Console
+
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.contracts import parts_named
@@ -58,7 +60,7 @@ def evaluate(options: Evaluation) -> dict:
 
 
 def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, results_file: Path, world: World) -> dict:
-    """`evaluate` on one rank of `world`; `state` is the content of the checkpoint `path`."""
+    """`evaluate` on one rank of `world`: score, write and print. `state`: the content of the checkpoint `path`."""
     console = make_console(world.rank)
     task = TASKS[config.task]
     log_to(console, None, world.rank)
@@ -83,17 +85,27 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         file = results_file if world.first else None
         results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
-        absent = [name for name, added_score in config.scores.items() if is_absent(added_score)]
-        if absent:
-            console.print(f"scores=[{','.join(absent)}] could not be computed: give the plugins that register them")
+        _print_absent_scores(console, config)
         console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
+    _print_written(console, options)
+    return results
+
+
+def _print_absent_scores(console: Console, config: TrainingRun) -> None:
+    """Print which scores of the training could not be computed, as the plugins that register them are not loaded."""
+    absent = [name for name, added_score in config.scores.items() if is_absent(added_score)]
+    if absent:
+        console.print(f"scores=[{','.join(absent)}] could not be computed: give the plugins that register them")
+
+
+def _print_written(console: Console, options: Evaluation) -> None:
+    """Print where the files are that the command was asked to write besides its results."""
     for key in ("predictions", "overlays", "per_image"):
         destination = getattr(options, key)
         if destination:
             console.print(f"{key}: {destination}", soft_wrap=True)
-    return results
 
 
 @configured("eval", Evaluation)  # fish completes what names @hydra.main

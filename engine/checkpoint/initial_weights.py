@@ -144,7 +144,7 @@ def _file_of_weights(config: TrainingRun) -> Path:
 
 
 def _weights_in_file(path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:
-    """The weights in a file of `init.format`. ValueError, beginning with `name`: it cannot be read, or is of another."""
+    """The weights in a file of `init.format`. ValueError, naming it `name`: it cannot be read, or is of another."""
     init = config.init
     if init.format is None:
         return weights_in_checkpoint(checkpoint.read(path), path, name)

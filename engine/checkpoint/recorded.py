@@ -94,7 +94,7 @@ def _absent(base: type, classes: Mapping[str, type], values: Mapping[str, Any]) 
 
 
 def _subclasses(kind: type[Any], choices: Container[type]) -> Iterator[type[Any]]:
-    """The classes that derive from a kind, directly or not, without choices, absent ones, and what derives from those."""
+    """The classes below a kind that are neither choices nor absent ones, nor derive from such."""
     for subclass in kind.__subclasses__():
         if subclass not in choices and not is_absent(subclass):
             yield subclass

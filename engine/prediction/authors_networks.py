@@ -1,5 +1,9 @@
 """Released files of the in-place ABN authors -> the configuration and content of a checkpoint."""
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from datasets.class_table import distinct_colours
 from engine.assemble.tasks import network_of
 from engine.configuration.command_line import checked, register
@@ -31,20 +35,12 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
         )
     if not count:
         raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
-    schema: type[SegmentationRun | ClassificationRun] = SegmentationRun if segments else ClassificationRun
-    register(schema.entry, schema)
-    words = ["data=vistas", "head=deeplabv3"] if segments else ["data=imagenet"]
-    config = checked(schema.entry, *words, "optim=sgd", f"norm={'std' if file.scale == 'raw' else 'inplace'}")
-    options = architecture.options | {"output_stride": 8 if segments else 32}
-    if architecture.kind == "wider_resnet" and not segments:
-        options |= {"downsampling": "pool", "dropout": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]}
-    config.body = CHOICES["body"][architecture.kind](**options)
+    norm = "std" if file.scale == "raw" else "inplace"
+    config: SegmentationRun | ClassificationRun
     if segments:
-        config.head.pooling_size = VISTAS_POOLING
-        maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
-        if maps is not None and reduced is not None:
-            config.head.hidden_channels = len(maps)
-            config.head.out_channels = len(reduced)
+        config = _segmentation(tensors, architecture, norm)
+    else:
+        config = _classification(architecture, norm)
     network = network_of(config, count)
     load_by_name(network, tensors, source=name, name=name, advice="It is not a network of the release")
     state = {
@@ -56,3 +52,27 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
         **({"palette": list(distinct_colours(count))} if segments else {}),
     }
     return config, state, architecture
+
+
+def _segmentation(tensors: Mapping[str, Tensor], architecture: Architecture, norm: str) -> SegmentationRun:
+    """The configuration of a segmentation network with these weights."""
+    register(SegmentationRun.entry, SegmentationRun)
+    config = checked(SegmentationRun.entry, "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
+    config.body = CHOICES["body"][architecture.kind](**architecture.options, output_stride=8)
+    config.head.pooling_size = VISTAS_POOLING
+    maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
+    if maps is not None and reduced is not None:
+        config.head.hidden_channels = len(maps)
+        config.head.out_channels = len(reduced)
+    return config
+
+
+def _classification(architecture: Architecture, norm: str) -> ClassificationRun:
+    """The configuration of a classification network."""
+    register(ClassificationRun.entry, ClassificationRun)
+    config = checked(ClassificationRun.entry, "data=imagenet", "optim=sgd", f"norm={norm}")
+    options = architecture.options | {"output_stride": 32}
+    if architecture.kind == "wider_resnet":
+        options |= {"downsampling": "pool", "dropout": [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]}
+    config.body = CHOICES["body"][architecture.kind](**options)
+    return config

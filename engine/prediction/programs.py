@@ -100,20 +100,22 @@ def program_of(
                 network, (images,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
             )
     except Exception as error:  # PyTorch's errors have many types
-        reason = " ".join(str(error).split())[:300]
-        if size is None:
-            sizes = "images of all sizes"
-            advice = " (give size=[HEIGHT,WIDTH], which is easier to follow)"
-        else:
-            sizes = f"images of {height}x{width} pixels"
-            advice = ""
-        if network.dtype != torch.float32:
-            advice += " (bodies that add in float32, such as RevNets, need float32)"
-        raise ValueError(
-            f"torch.export cannot follow the network for {sizes} in {network.dtype}: {type(error).__name__}: "
-            f"{reason}{advice}"
-        ) from error
+        raise ValueError(_message_of_export(error, size, network.dtype)) from error
     return _generalised(program)
+
+
+def _message_of_export(error: Exception, size: Sequence[int] | None, dtype: torch.dtype) -> str:
+    """What torch.export could not do, why, and what may help. `size`: see `program_of`."""
+    reason = " ".join(str(error).split())[:300]
+    if size is None:
+        sizes = "images of all sizes"
+        advice = " (give size=[HEIGHT,WIDTH], which is easier to follow)"
+    else:
+        sizes = f"images of {size[0]}x{size[1]} pixels"
+        advice = ""
+    if dtype != torch.float32:
+        advice += " (bodies that add in float32, such as RevNets, need float32)"
+    return f"torch.export cannot follow the network for {sizes} in {dtype}: {type(error).__name__}: {reason}{advice}"
 
 
 def _generalised(program: ExportedProgram) -> ExportedProgram:

@@ -165,17 +165,17 @@ def tracked(progress: Progress, items: Any, description: str, kind: str = "image
     and every `LOG_SECONDS`, with the time left. The first may take longer than others, so it says nothing about them.
     """
     task = progress.add_task(description, total=len(items), status="")
-    first_s = time.perf_counter()
-    due_s = first_s + SLOW_SECONDS
+    first_ended_s = 0.0
+    due_s = time.perf_counter() + SLOW_SECONDS
     try:
         for done_count, item in enumerate(items, start=1):
             yield item
             progress.update(task, advance=1)
             now_s = time.perf_counter()
             if done_count == 1:
-                first_s = now_s
+                first_ended_s = now_s
             if progress.disable and now_s > due_s and done_count < len(items):
-                left = time_left(len(items) - done_count, now_s - first_s, done_count - 1)
+                left = time_left(len(items) - done_count, now_s - first_ended_s, done_count - 1)
                 logger.info(f"{description}: {done_count:,} of {len(items):,} {kind}{left}")
             if done_count == 1 or now_s > due_s:
                 due_s = now_s + LOG_SECONDS
@@ -221,6 +221,6 @@ def table_of_shares(
     )
     table = table_of(columns, percentages)
     table.add_section()
-    for name, share in totals.items():
-        table.add_row(name, f"{100 * share:.2f}", style=None if name != next(iter(totals)) else "bold")
+    for number, (name, share) in enumerate(totals.items()):
+        table.add_row(name, f"{100 * share:.2f}", style="bold" if number == 0 else None)
     return table

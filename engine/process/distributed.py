@@ -146,7 +146,7 @@ def cores_per_rank() -> int:
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())
         cores = min(cores, -(-time_us // period_us))
     jobs = int(os.environ.get(JOBS_HERE, 1))
-    if jobs <= 0:
+    if jobs <= 0:  # -1: as many as there are cores
         jobs = max(1, cores + 1 + jobs)
     return max(1, cores // (ranks * jobs))
 
@@ -194,15 +194,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     is_first_group = launched() and not dist.is_initialized()
     try:
         if is_first_group:
-            # Gloo beside NCCL: flags and objects in CPU memory need not wait for the device.
-            backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
-            timeout = timedelta(seconds=timeout_seconds)
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            if launcher() == "torchrun" and os.environ["GROUP_WORLD_SIZE"] == "1":
-                # On a single machine (static rendezvous) torchrun keeps this store when it restarts the processes:
-                # without a prefix they could read addresses of the previous attempt.
-                store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            _join_first_group(own_device, timedelta(seconds=timeout_seconds))
         if dist.is_available() and dist.is_initialized():
             yield World(dist.get_rank(), dist.get_world_size(), own_device)
         else:
@@ -222,11 +214,24 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         dist.destroy_process_group()
 
 
+def _join_first_group(device: torch.device, timeout: timedelta) -> None:
+    """Join the process group of all ranks, from the variables that the launcher has set."""
+    # Gloo beside NCCL: flags and objects in CPU memory need not wait for the device.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if launcher() == "torchrun" and os.environ["GROUP_WORLD_SIZE"] == "1":
+        # On a single machine (static rendezvous) torchrun keeps this store when it restarts the processes: without a
+        # prefix they could read addresses of the previous attempt.
+        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 @cache
 def warn_of_driver() -> None:
     """Warn, once, if a PyTorch for CUDA finds no device although there is a driver."""
     if torch.version.cuda is not None and DRIVER.is_file():
-        driver = (re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text()) or ["of an unknown version"])[0]
+        version = re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text())
+        driver = version[0] if version else "of an unknown version"
         logger.warning(
             f"PyTorch is built for CUDA {torch.version.cuda}, and finds no device: this runs on the CPU. The driver is "
             f"{driver}: update it, install a PyTorch for it, or look at CUDA_VISIBLE_DEVICES; device=cpu is silent"

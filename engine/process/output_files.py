@@ -204,10 +204,9 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
 
     None: it cannot be locked (on some network disks) or opened, or it is a link, a pipe or another user's.
     """
-
     while True:
-        with ExitStack() as stack, suppress(OSError):
-            file = stack.enter_context(open(path, "wb", opener=untouched))
+        with ExitStack() as closes_file, suppress(OSError):
+            file = closes_file.enter_context(open(path, "wb", opener=untouched))
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1 or state.st_uid != os.geteuid():
                 return None
@@ -216,12 +215,12 @@ def _opened_alone(path: Path) -> IO[bytes] | None:
             except OSError:
                 path.unlink()
                 raise
-            if not (path.exists() and os.path.samestat(state, os.lstat(path))):
-                continue  # another process has just renamed it
-            file.truncate()
-            stack.pop_all()
-            return file
-        return None
+            if path.exists() and os.path.samestat(state, os.lstat(path)):
+                file.truncate()
+                closes_file.pop_all()  # it stays open
+                return file
+            continue  # while this process waited, another one has renamed it: open a new one
+        return None  # after an error
 
 
 def explained(error: OSError, folder: Path) -> tuple[str, str]:

@@ -229,7 +229,7 @@ def name_of(place: str) -> str:
 
 
 def words() -> list[str]:
-    """The word that loads the same plugins in a process with another current folder; none without plugins."""
+    """The words that load the same plugins in a process with another current folder; none without plugins."""
     files = {name: plugin.files[0] for name, plugin in LOADED.items()}
     places = [name if "." in name else str(file.parent if _is_package(file) else file) for name, file in files.items()]
     trust = [TRUST] if any(_shared_path(plugin.files[0], plugin.configs) for plugin in LOADED.values()) else []

@@ -185,7 +185,7 @@ def errors_for_users(restart_advice: str = "start it again") -> Iterator[None]:
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
-        ending = _reported(error)
+        ending = _report(error)
         if ending is None:
             raise
         sys.exit(ending)
@@ -193,10 +193,10 @@ def errors_for_users(restart_advice: str = "start it again") -> Iterator[None]:
         atexit.register(_end_within_seconds, status)
 
 
-def _reported(error: Exception) -> str | int | None:
-    """What the command exits with after an error: a message, or 1 if torchrun prints it; None if a traceback is better.
+def _report(error: Exception) -> str | int | None:
+    """Report an error to torchrun, if that runs; return what the command exits with, or None: with its traceback.
 
-    Writes the message where torchrun reads it.
+    It exits with the message, which Python then prints; or with 1 if torchrun prints it.
     """
     message = _message_for_users(error)
     if message is None and is_out_of_memory(error):

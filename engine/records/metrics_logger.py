@@ -202,10 +202,8 @@ class MetricsLogger:
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
-        waiting_share = max(data_waits_s) * recent["steps"] / recent["seconds"]
-        if self.wait_warning is not None and waiting_share > WAITING and self.process_sums["steps"] > recent["steps"]:
-            logger.warning(self.wait_warning(waiting_share))
-            self.wait_warning = None
+        if self.process_sums["steps"] > recent["steps"]:  # in the first record the data workers start
+            self._warn_once_of_waiting(max(data_waits_s) * recent["steps"] / recent["seconds"])
         values = {
             "loss": loss,
             "lr": lr,
@@ -220,6 +218,12 @@ class MetricsLogger:
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task_id, status=status)
         logger.log(self.level, f"step {step:,} of {self.total_steps:,}  {status}{left}")
+
+    def _warn_once_of_waiting(self, waiting_share: float) -> None:
+        """Warn, the first time, if steps wait for data for too large a share of their time."""
+        if self.wait_warning is not None and waiting_share > WAITING:
+            logger.warning(self.wait_warning(waiting_share))
+            self.wait_warning = None
 
     def record_evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
         """Record an evaluation: scores, curves and pictures."""

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 from datasets.class_names import ORDERS
 from engine.schema.additions import Plugins, Score
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, is_absent, key, several
-from engine.schema.network import OurNorm, StandardNorm
+from engine.schema.network import Norm, OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms import ACTIVATIONS
 from models.segmentation import EXACT, UPSAMPLINGS
@@ -125,10 +125,11 @@ class Evaluation(TrainedNetwork):
         super().apply_to(config)
         config.trainer.evaluate_images = None
         config.scores = config.scores | self.scores
-        norm = config.norm
-        if self.activation is None:
-            return
-        # In evaluation each of our norms equals the standard norm of its weights, with any activation.
+        if self.activation is not None:
+            config.norm = self._norm_with_activation(config.norm)
+
+    def _norm_with_activation(self, norm: Norm) -> StandardNorm:
+        """The standard norm with `activation`, equal in evaluation to each norm of ours. ValueError: it is not ours."""
         if not isinstance(norm, OurNorm):
             raise ValueError(
                 f"activation={self.activation} with a network trained with norm={norm.name}, which fixes its "
@@ -137,7 +138,7 @@ class Evaluation(TrainedNetwork):
         parameter = norm.activation_param
         if self.activation != norm.activation:
             parameter = ACTIVATION_PARAMS.get(str(self.activation), parameter)
-        config.norm = norm.as_kind(StandardNorm, activation=self.activation, activation_param=parameter)
+        return norm.as_kind(StandardNorm, activation=self.activation, activation_param=parameter)
 
     def default_results_file(self, config: TrainingRun, step: int | None = None) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.

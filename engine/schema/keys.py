@@ -254,20 +254,22 @@ def complete_and_check(config: Keys, prefix: str = "") -> None:
         if "is_group" in entry.metadata:
             for place, choice in chosen(name, value):
                 if choice is None:
-                    alternative(place, groups_of(type(config))[entry.name], None)
-                if is_absent(choice):
-                    continue
-                if choice.name != type(choice).name:
-                    raise ValueError(
-                        f"{place}.name={choice.name} does not change the {name}: give {name}={choice.name}"
-                    )
-                complete_and_check(choice, f"{place}.")
+                    alternative(place, groups_of(type(config))[entry.name], None)  # which refuses it
+                if not is_absent(choice):
+                    _check_name(place, choice, name)
+                    complete_and_check(choice, f"{place}.")
         elif isinstance(value, Keys):
             complete_and_check(value, f"{name}.")
         else:
             _check_value(name, value, entry, type(config))
     for method in ("check", "complete"):
         getattr(config, method, lambda: None)()
+
+
+def _check_name(place: str, choice: Any, group: str) -> None:
+    """ValueError: the key `name` of a choice was changed, which chooses no other one."""
+    if choice.name != type(choice).name:
+        raise ValueError(f"{place}.name={choice.name} does not change the {group}: give {group}={choice.name}")
 
 
 def expected(declared: Declared) -> str:
@@ -331,13 +333,12 @@ def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
         return bool(values) and all(single in one_of for single in values)
     if rules.get("names"):
         return bool(as_list(value))
-    if word is not None:
-        if value == word or not _is_bounded(rules):
-            return value == word or type(value) is bool
-        if type(value) is not int:
-            return False
-    if not _is_bounded(rules):
+    if word is not None and value == word:
         return True
+    if not _is_bounded(rules):
+        return word is None or type(value) is bool
+    if word is not None and type(value) is not int:
+        return False
     numbers = tree_leaves(value)
     above = rules.get("above", -math.inf)
     least = rules.get("least", -math.inf)

@@ -9,7 +9,6 @@ sees, also at edges that cut it.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -240,14 +239,25 @@ def _logits_of_view(
         strip = torch.zeros(len(images), classes, len(row_weights), width, device=images.device)
         down = range(top * stride, min((top + len(row_weights)) * stride, size[0]))  # edges may cut windows
         across = [range(left * stride, min((left + len(weights)) * stride, size[1])) for left, weights in columns]
-        whole_count = sum(len(pixels) == len(across[0]) for pixels in across)  # only the last may be cut
-        for first, last in pairwise([*range(0, whole_count, windows_per_pass), *range(whole_count, len(across) + 1)]):
-            regions = [resized_region(images, size, down, pixels, views.antialias) for pixels in across[first:last]]
+        for first, end in _passes(across, windows_per_pass):
+            regions = [resized_region(images, size, down, pixels, views.antialias) for pixels in across[first:end]]
             logits = forward(torch.cat(regions), cells=True, **views.options()).chunk(len(regions))
-            for (left, column_weights), cells in zip(columns[first:last], logits, strict=True):
+            for (left, column_weights), cells in zip(columns[first:end], logits, strict=True):
                 strip[..., left : left + len(column_weights)] += cells * column_weights  # in float32
         sums[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
     return sums
+
+
+def _passes(windows: Sequence[range], most: int) -> Iterator[tuple[int, int]]:
+    """(first window, end) of each pass over windows side by side: `most` of them, but all of one size.
+
+    Only the last window may be cut by the image's edge; then it passes alone.
+    """
+    whole_count = sum(len(window) == len(windows[0]) for window in windows)
+    for first in range(0, whole_count, most):
+        yield first, min(first + most, whole_count)
+    if whole_count < len(windows):
+        yield whole_count, len(windows)
 
 
 def _upsampled_rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mirrored: bool) -> Tensor:
