@@ -22,7 +22,7 @@ from datasets.classification import mean_image
 from datasets.stream import Draws
 from datasets.workers import Loader
 from engine.assemble.contracts import builder
-from engine.assemble.data import augmentations, evaluation_loader, loader, order_of, root_named
+from engine.assemble.data import augmentations, evaluation_loader, loader, root_named, sampler_arguments
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
@@ -71,7 +71,7 @@ def classified_crops(
         assert isinstance(data, ImageNetData), data
         transform = random_crops(data.crop_size, None if data.crops == "release" else data.resize, data.flip)
         crops = ImagesInFiles(dataset, transform, config.seed, augmentations(config))
-    order = order_of(config, total_steps, world, start_step)
+    order = sampler_arguments(config, total_steps, world, start_step)
     sampler = ShuffledMinibatches(len(dataset), **order)
     draws = Draws(sampler, "sampler", order, len(dataset))
     return loader(crops, data, world, batch_sampler=draws, collate_fn=collated)

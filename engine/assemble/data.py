@@ -150,7 +150,7 @@ def training_loader(
     """
     data = config.data
     sampler = config.sampler
-    order = order_of(config, total_steps, world, start_step)
+    order = sampler_arguments(config, total_steps, world, start_step)
     names = [entry.name for entry in dataset.files]
     source = index if sampler.needs_class_index else len(dataset)
     crops = training_crops(data, dataset, config.seed, index, augmentations(config))
@@ -185,7 +185,7 @@ def class_index(
     return index
 
 
-def order_of(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
+def sampler_arguments(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
     """Arguments shared by all samplers of minibatches."""
     return dict(
         crops_per_minibatch=config.data.crops_per_minibatch,

@@ -71,7 +71,7 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     return Forward(network, mean, std, memory_format, autocast, overflow, config.evaluation_memory_advice)
 
 
-def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
+def set_arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
     """Set this process's TF32 and determinism. `fixed_sizes`: cuDNN looks for the fastest kernels per size."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32
