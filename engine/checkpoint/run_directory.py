@@ -129,11 +129,11 @@ class RunDirectory:
                 holder = f"another process ({self.lock_file.read_text()})"
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
                     raise self._error(f": {holder} is training there; end it, or give another run_dir") from error
+                if not is_reported:
+                    logger.warning(f"{holder} is training in run_dir={self.path}: waiting for it to end")
+                    is_reported = True
             except OSError:  # a filesystem without locks, or a full one
                 return
-            if not is_reported:
-                logger.warning(f"{holder} is training in run_dir={self.path}: waiting for it to end")
-                is_reported = True
             time.sleep(0.2)
 
     @contextmanager

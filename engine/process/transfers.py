@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
-    """The minibatches with their tensors on `device`; on CUDA the next copy overlaps with the current minibatch."""
+    """The minibatches, on CUDA with their tensors copied to `device`: the next copy overlaps the current minibatch.
+
+    On the CPU they are as they come.
+    """
     if device.type != "cuda":
         yield from minibatches
         return

@@ -216,7 +216,7 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     groups = groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
-        of_alternatives = []
+        of_alternatives = []  # the keys of each choice of a group, or those of a plain key's dataclass
         for choice, kind in groups.get(entry.name, {"": hints[entry.name]}).items():
             if isinstance(kind, type) and is_dataclass(kind):
                 place = f"{name}.{choice}." if "is_list" in entry.metadata else f"{name}."
@@ -295,8 +295,8 @@ def expected(declared: Declared) -> str:
     if entries is not None:
         text = f"{len(entries)} numbers: {', '.join(entries)}"
         return f"{text}, each {within}" if within else text
-    names = {bool: "true or false", int: "a whole number", float: "a number", Any: "a text or a list"}
-    text = names.get(kind, "a text") if one_of is None else f"one of {', '.join(map(str, one_of))}"
+    type_texts = {bool: "true or false", int: "a whole number", float: "a number", Any: "a text or a list"}
+    text = type_texts.get(kind, "a text") if one_of is None else f"one of {', '.join(map(str, one_of))}"
     if within:
         text += f" {within}" if above is not None else f", {within}"
     return ("", "a list, each ", "a list of lists, each ")[lists] + text

@@ -140,7 +140,7 @@ def written_predictions(
         for number, name in enumerate(map(short_name, minibatch["name"] if outputs else [])):
             copied = HostCopy(compared_images(minibatch, predictions, number, dataset.shown))
             size = 14 * predictions[number].nbytes  # an overlay has nine bytes a pixel; the copy has five
-            for encode, folder in outputs:
+            for encode, folder in outputs:  # `files`: the context below
                 files.add(partial(encode, dataset, copied), partial(write_file, folder / f"{name}.png"), size)
         if table is not None:
             table.add(minibatch, predictions)

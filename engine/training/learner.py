@@ -92,7 +92,7 @@ class Learner:
 
     @property
     def evaluated(self) -> Forward:
-        """Forward pass of the network to evaluate: the average, if there is one."""
+        """Forward pass of the network to evaluate: the average, if there is one, with the network's present buffers."""
         if self.average is None:
             return self.forward.with_network(self.network)
         self.average.take_buffers(self.network)

@@ -215,13 +215,12 @@ def planned_step(
             learner.optimizer.zero_grad()
         inputs = learner.forward.normalised(images)
         loss_bytes = _bytes_of_loss(learner, loss, inputs, labels)
-        gradients = resident["gradients"]
+        resident |= {"images": resident["images"] + inputs.nbytes, "loss": loss_bytes}
+        if device_count > 1 and trainer.accumulation_steps > 1 and not is_captured:
+            resident["gradients"] *= 2
+        left = available - sum(resident.values())  # less the gradients, also those that come later
         if come_one_by_one:
             resident["gradients"] = 0
-        elif device_count > 1 and trainer.accumulation_steps > 1 and not is_captured:
-            resident["gradients"] *= 2
-        resident |= {"images": resident["images"] + inputs.nbytes, "loss": loss_bytes}
-        left = available - sum(resident.values()) - (gradients if come_one_by_one else 0)
         budgets = [*_SHARES, left] if left >= FEWEST else _SHARES
         with learner.forward.autocast():
             planned = plan(learner.network, inputs, budgets)
