@@ -160,20 +160,23 @@ def _decode_array(file: Stored, window: Window) -> np.ndarray:
         return pixels[rows if by_columns else slice(None), columns].astype(dtype.newbyteorder("="), order="C")
 
 
+def _is_read_as_stored(tags: formats.Tags) -> bool:
+    """Whether `decode_page` gives the values of a TIFF's page as they were before it was compressed."""
+    return (
+        tags.get(COMPRESSION, 1) in _LOSSLESS
+        and tags.get(INTERPRETATION) in _AS_STORED
+        and (tags.get(PLANES, 1) != 2 or channels_of(tags) <= 1)
+        and {*tags.get(KIND, (1,))} == {1}
+        and tags.get(_FILL_ORDER, 1) == 1
+        and tags.get(PREDICTOR, 1) in (1, 2)
+    )
+
+
 def _decode_tiff(file: Stored) -> np.ndarray:
     """The channels of all pages, uint8 or uint16 (H, W, channels)."""
     first_page = file.tiff_pages[0]
     bits = {bits for tags in file.tiff_pages for bits in tags.get(BITS, (1,))}
-    is_foreign = (
-        tags.get(COMPRESSION, 1) not in _LOSSLESS
-        or tags.get(INTERPRETATION) not in _AS_STORED
-        or (tags.get(PLANES, 1) == 2 and channels_of(tags) > 1)
-        or {*tags.get(KIND, (1,))} != {1}
-        or tags.get(_FILL_ORDER, 1) != 1
-        or tags.get(PREDICTOR, 1) not in (1, 2)
-        for tags in file.tiff_pages
-    )
-    if any(is_foreign) or bits not in ({8}, {16}):
+    if not all(map(_is_read_as_stored, file.tiff_pages)) or bits not in ({8}, {16}):
         problem = f"cannot be decoded as an image (it holds {formats.tiff_type(first_page)})"
         raise ValueError(f"{file.path}: {problem}; expected {EXPECTED_TIFF}: convert it.")
     with decoding(file.path, f"an image; expected {EXPECTED_TIFF}"):

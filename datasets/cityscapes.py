@@ -69,11 +69,11 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     folder or all images are missing, or an image has no label.
     """
     root = _LAYOUT.check(root, split)
-    folder = root / "leftImg8bit" / split
-    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
-    folder = root / "gtFine" / split
-    labels = None if split == _WITHHELD else _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
-    files, remarks = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
+    image_folder = root / "leftImg8bit" / split
+    images = _LAYOUT.files(root, image_folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
+    label_folder = root / "gtFine" / split
+    labels = None if split == _WITHHELD else _LAYOUT.files(root, label_folder, (_LABEL_SUFFIX,), deep=True)
+    files, remarks = _LAYOUT.pair(images, labels, root, f"{label_folder}/CITY/NAME{_LABEL_SUFFIX}")
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), remarks=remarks)
 

@@ -86,7 +86,7 @@ def index_classes(
             index_folder.mkdir(parents=True, exist_ok=True)  # before the labels are read
             arrays = _index_labels(dataset, workers, progress)
             write_arrays(file, dict(zip(_ARRAYS, arrays, strict=True)))
-        except TimeoutError:  # of a label
+        except TimeoutError:  # of a label; it is an OSError, but not one of the folder
             raise
         except OSError as error:
             raise ValueError(

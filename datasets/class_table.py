@@ -1,7 +1,7 @@
 """How classes are numbered in label files, in training and in official prediction files."""
 
 import colorsys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,13 +66,16 @@ class Palettes:
         )
 
     def grays_fit(self, table: "ClassTable") -> bool:
-        """Whether palettes of grays may be meant as the other labels are, or as the only ids that are classes."""
+        """Whether the grays of palettes, not their indices, may be the ids that are meant.
+
+        Every gray must be an id. Also, other labels have no palettes, or a gray is a class whose index is ignored.
+        """
         gray_ids = [table.train_id_of_gray(gray) for gray in self.grays.values()]
         if None in gray_ids:
             return False
         index_ids = [table.label_ids.get(number, IGNORED) for number in self.grays]
         pairs = zip(gray_ids, index_ids, strict=True)
-        return self.plain_labels > 0 or any(index_id == IGNORED != gray_id for gray_id, index_id in pairs)
+        return self.plain_labels > 0 or any(index_id == IGNORED and gray_id != IGNORED for gray_id, index_id in pairs)
 
     def swap_remarks(self, listed: Mapping[int, int]) -> list[str]:
         """A sentence if an id has the colour of another one in a list of classes, {0xRRGGBB: id}."""
@@ -150,8 +153,11 @@ class ClassTable:
 
     def train_id_of_gray(self, gray: int) -> int | None:
         """The train id of a gray level in a label without a palette; None if it has none."""
-        number = gray if gray in self.label_ids else self.label_colours.get(0x010101 * gray, gray)
-        return self.label_ids.get(number)
+        return self.label_ids.get(self.id_of_gray(gray))
+
+    def id_of_gray(self, gray: int) -> int:
+        """The raw value that a gray level stands for: itself, unless only the colour of a class is this gray."""
+        return gray if gray in self.label_ids else self.label_colours.get(0x010101 * gray, gray)
 
     def by_class(self, pixels: np.ndarray) -> np.ndarray:
         """Pixels of each raw value, int64 (256,) -> pixels of each train id, int64 (256,)."""
@@ -161,18 +167,14 @@ class ClassTable:
         """What looks wrong in label files. `pixels` of each raw value, int64 (256,); `images`: what shows them."""
         by_class = self.by_class(pixels)
         values = {*np.flatnonzero(pixels).tolist()}
-        class_count = len(self.names)
         doubts = []
         ids = [number for number, train_id in self.label_ids.items() if train_id != IGNORED]
         names = [name for number, name in enumerate(self.names) if not by_class[number] and name not in self.absent]
         if values and names:
-            doubts.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
-            low = values - {IGNORED}  # train ids: most of them, and perhaps one more for void
-            foreign = low - {*ids, *self.ignored}
-            if foreign and max(low) <= class_count <= max(ids) and 2 * len(low) >= class_count:
-                doubts[-1] += (
-                    f". They hold {ranges_text(values)}, which look like train ids; expected {ranges_text(ids)}"
-                )
+            hint = ""
+            if self._look_like_train_ids(values, ids):
+                hint = f". They hold {ranges_text(values)}, which look like train ids; expected {ranges_text(ids)}"
+            doubts.append(f"no {images} shows {', '.join(names)}: check the labels and the classes{hint}")
         ignored = sorted(values - {*ids, *self.ignored})
         share = pixels[ignored].sum() / max(1, int(pixels.sum()))
         if share > 0.5:
@@ -180,6 +182,13 @@ class ClassTable:
                 f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges_text(ignored)}"
             )
         return doubts
+
+    def _look_like_train_ids(self, values: Set[int], ids: Sequence[int]) -> bool:
+        """Whether raw values, some of them without a class, are most of the train ids, and perhaps void."""
+        class_count = len(self.names)
+        numbers = values - {IGNORED}
+        are_ids = numbers <= {*ids, *self.ignored}
+        return not are_ids and max(numbers) <= class_count <= max(ids) and 2 * len(numbers) >= class_count
 
     def official(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> ids in official prediction files, uint8 (H, W)."""

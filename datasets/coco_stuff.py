@@ -91,8 +91,8 @@ def coco_stuff(
         files, _ = _LAYOUT.pair(images, None, root, looked_for="")
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
     names = _names_on_list(root, split, images, keys) if lists == "challenge" else None
-    labels, folder, stuffthingmaps = _find_labels(root, split)
-    looked_for = f"{folder}/NAME.png"
+    labels, label_folder, stuffthingmaps = _find_labels(root, split)
+    looked_for = f"{label_folder}/NAME.png"
     remarks: tuple[str, ...] = ()
     if names is None:
         files, remarks = _LAYOUT.pair(images, labels, root, looked_for)

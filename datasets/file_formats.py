@@ -30,6 +30,7 @@ _GRIDS = (
     [(0, 0, 1, 1)],
     [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)],
 )
+_PNG_SIGNATURE, _AROUND_CONTENT = 8, 12  # bytes before the first chunk; of a chunk's length, kind and checksum
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
@@ -41,8 +42,8 @@ Tags = Mapping[int, Any]  # of a TIFF's page
 def png_chunks(data: bytes) -> Iterator[memoryview]:
     """The chunks up to the end mark: length, kind, content, checksum. Stops early if the file does."""
     view = memoryview(data)
-    start = 8
-    while (end := start + 12 + int.from_bytes(data[start : start + 4], "big")) <= len(data):
+    start = _PNG_SIGNATURE
+    while (end := start + _AROUND_CONTENT + int.from_bytes(data[start : start + 4], "big")) <= len(data):
         yield view[start:end]
         if data[start + 4 : start + 8] == b"IEND":
             return
@@ -64,7 +65,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 def png_without(data: bytes, kinds: tuple[bytes, ...]) -> bytes:
     """A PNG without its chunks of some kinds."""
-    return data[:8] + b"".join(chunk for chunk in png_chunks(data) if chunk[4:8] not in kinds)
+    return data[:_PNG_SIGNATURE] + b"".join(chunk for chunk in png_chunks(data) if chunk[4:8] not in kinds)
 
 
 def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
@@ -74,9 +75,7 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
     """
     width, height, depth, colour_type, _, _, interlaced = _HEADER.unpack(data[16:29])
     height = rows or height
-    bits = depth * CHANNELS_OF_PNG[colour_type]
-    grids = [(len(range(y, height, dy)), len(range(x, width, dx))) for x, y, dx, dy in _GRIDS[interlaced]]
-    size = sum(down * (1 + (across * bits + 7) // 8) for down, across in grids if across)  # a row begins with a filter
+    size = _inflated_size(width, height, depth * CHANNELS_OF_PNG[colour_type], interlaced)
     chunks = [chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper()]
     compressed = b"".join(chunk[8:-4] for chunk in chunks if chunk[4:8] == _PIXELS)
     pixels = zlib.decompressobj().decompress(compressed, size)
@@ -87,6 +86,12 @@ def png_pixels_only(data: bytes, rows: int | None = None) -> bytes:
     between = b"".join(chunk for chunk in chunks[1:-1] if chunk[4:8] != _PIXELS)
     stored = zlib.compress(pixels, 0)  # Pillow does not inflate them again
     return b"".join([start, between, len(stored).to_bytes(4, "big"), _PIXELS, stored, bytes(4), chunks[-1]])
+
+
+def _inflated_size(width: int, height: int, bits: int, interlaced: int) -> int:
+    """The bytes of a PNG's pixels, of so many bits each, before they are compressed; each row begins with a filter."""
+    grids = [(len(range(y, height, dy)), len(range(x, width, dx))) for x, y, dx, dy in _GRIDS[interlaced]]
+    return sum(rows * (1 + (columns * bits + 7) // 8) for rows, columns in grids if columns)
 
 
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:

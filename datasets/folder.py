@@ -123,14 +123,13 @@ def folder(
     split = split_of_fold(split, fold)
     place = _place_of_split(root, split, options)
     images, labels = _images_and_labels(root, split, place, channels, options)
-    names: Sequence[str] = [*images]
+    names: Sequence[str]
     if place.is_list:
         names = listed or names_on_list(root, place.path, images, options)
+    else:
+        names = [*images]
     files = _pair_labels(root, place, names, images, labels, options)
     files = [entry._replace(name=stored_name(entry, place.images)) for entry in files]
-    used_paths = {*map(str, (*images.values(), *labels.values()))}
-    labelled = {name: path for name, path in images.items() if name in labels}
-    unlisted = names_on_no_list(root, place.path, labelled) if place.is_list and not listed else []
     table = _classes_of(root)
     return SegmentationDataset(
         "folder",
@@ -141,11 +140,7 @@ def folder(
         turned=True,
         label_fix=_LABEL_FIX.format(root / CLASSES),
         palette_fix=None if palettes == "any" else palette_fix(keys),
-        remarks=remarks_on(
-            [path for name, path in labels.items() if name not in images],
-            [entry.path for _, entry in files_in(place.images) if entry.path not in used_paths],
-            unlisted,
-        ),
+        remarks=_remarks_on_split(root, place, images, labels, has_list=place.is_list and not listed),
         channels=channels,
         channels_key=f"{keys}channels",
         shown=shown,
@@ -215,6 +210,19 @@ def _pair_labels(
     return _LAYOUT.pair_listed(names, images, labels, root, looked_for, fix)
 
 
+def _remarks_on_split(
+    root: Path, place: _Place, images: Mapping[str, Path], labels: Mapping[str, Path], has_list: bool
+) -> tuple[str, ...]:
+    """Remarks on what a split leaves out. `has_list`: its list is written, so labelled images may be on none."""
+    used_paths = {*map(str, (*images.values(), *labels.values()))}
+    labelled = {name: path for name, path in images.items() if name in labels}
+    return remarks_on(
+        [path for name, path in labels.items() if name not in images],
+        [entry.path for _, entry in files_in(place.images) if entry.path not in used_paths],
+        names_on_no_list(root, place.path, labelled) if has_list else [],
+    )
+
+
 def _classes_of(root: Path) -> ClassTable:
     """The classes of a folder. ValueError: its classes.json is missing, or of another form."""
     file = root / CLASSES
@@ -280,7 +288,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     root = _LAYOUT.top(root)
     options.check()
     label_files = LabelFiles({}, [], [], root / options.image_folder)
-    fix = None
+    images_above = dict[Path, dict[str, Path]]()  # by the folder above them, where some have no label
     for above in _folders_holding(root, {options.image_folder, options.folder}):
         labels = options.labels(above / options.folder)
         image_folder = above / options.image_folder
@@ -293,11 +301,12 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
         unlabelled = [path for name, path in images.items() if name not in labels]
         if labels or above.name != WITHHELD:
             label_files.unlabelled.extend(unlabelled)
-        if unlabelled and fix is None:
-            fix = options.advice(above, images)
+        if unlabelled:
+            images_above[above] = images
     if not label_files.images:
         labels_missing = "no labels of an image" if label_files.unpaired else "no labels"
-        fix = fix or _folder_above_advice(root, options) or options.twins_advice(root)
+        advice = filter(None, (options.advice(above, images) for above, images in images_above.items()))
+        fix = next(advice, None) or _folder_above_advice(root, options) or options.twins_advice(root)
         raise _LAYOUT.error(f"folder: {labels_missing} in {root}", root, fix)
     return label_files
 
@@ -332,7 +341,7 @@ def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     keys = options.keys
     ways = []
     images = root / options.image_folder
-    whole = [split for split in splits if not re.match(r"fold\d+/", split)]
+    whole = [split for split in splits if not IN_FOLD.match(split)]
     if len(whole) < len(splits):
         ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
     if whole:
@@ -343,12 +352,17 @@ def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     elif not splits and _splits_beside(above, options):
         ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
     elif images.is_dir() and not split_folders(images):
-        lists = sorted(root.glob("ImageSets/*/train*.txt"))
-        if lists:
-            ways.append(f"copy the lists of {lists[0].parent} to {root}")
-        command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
-        ways.append(f"let {command} write lists, or with folds=5 those of five folds")
+        ways += _ways_to_lists(root)
     return "; or ".join(ways) or None
+
+
+def _ways_to_lists(root: Path) -> Iterator[str]:
+    """How a folder of images gets lists: from where Pascal VOC has them, if they are there, or from our command."""
+    lists = sorted(root.glob("ImageSets/*/train*.txt"))
+    if lists:
+        yield f"copy the lists of {lists[0].parent} to {root}"
+    command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
+    yield f"let {command} write lists, or with folds=5 those of five folds"
 
 
 def names_on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:
@@ -394,7 +408,7 @@ def names_on_no_list(root: Path, split_path: Path, images: Mapping[str, Path]) -
 def _label_decoder(table: ClassTable) -> Callable[[Stored, Window], np.ndarray]:
     """`_decode_ids` for labels of these classes: colours, or ids in one or three equal channels."""
     ids = table.label_colours or {0x010101 * number: number for number in table.label_ids}
-    levels = [n if n in table.label_ids else table.label_colours.get(0x010101 * n, n) for n in range(256)]
+    levels = [table.id_of_gray(gray) for gray in range(256)]
     return partial(_decode_ids, ids, np.array(levels, np.uint8))
 
 
@@ -406,7 +420,7 @@ def _decode_ids(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window
     raw = decode_mask(file, window)
     if raw.dtype == np.uint8:
         return raw if label_palette(file) else levels[raw]
-    colours = np.array(sorted(ids) or [-1], np.int32)
+    colours = np.array(sorted(ids) or [-1], np.int32)  # -1: no pixel has it, but a search needs an entry
     places = np.searchsorted(colours, raw).clip(max=len(colours) - 1)
     foreign = np.unique(raw[colours[places] != raw])
     if foreign.size:

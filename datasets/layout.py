@@ -128,7 +128,11 @@ class Layout:
         looked_for: str,
         fix: str | None = None,
     ) -> list[Files]:
-        """`pair` the names on a list, sorted; a name that is there several times counts as often."""
+        """The images on a list with their labels, sorted; an image that is there several times counts as often.
+
+        All `names` must be in `images`, see `check_list`. Other arguments: see `pair`; labels without an image are left
+        out without a remark.
+        """
         files, _ = self.pair({name: images[name] for name in names}, labels, root, looked_for, fix)
         by_name = {entry.name: entry for entry in files}
         return [by_name[name] for name in sorted(names)]

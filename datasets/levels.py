@@ -72,9 +72,11 @@ def _use_of_channel(plane: np.ndarray, low: int, high: int) -> tuple[Range16 | N
     """The range and the clipped share of one channel, see `Use`. `low`, `high`: its range16."""
     bits = 8 * plane.itemsize
     counts = np.bincount(plane.reshape(-1), minlength=2**bits).reshape(256, -1)  # by level
-    for end in (0, -1) if bits == 16 else ():
-        if counts[end].sum() == counts[end, end]:
-            counts[end, end] = 0
+    if bits == 16:
+        for end in (0, -1):  # 0 and 65535: the first value of the first level, and the last of the last
+            is_alone = counts[end].sum() == counts[end, end]  # in its level
+            if is_alone:
+                counts[end, end] = 0
     level_counts = counts.sum(axis=1, keepdims=True)
     # Of each level, the pixels of it and of all darker ones, or of all lighter ones if these are fewer.
     tail_counts = np.minimum(level_counts.cumsum(), level_counts[::-1].cumsum()[::-1])[:, None]
@@ -114,28 +116,35 @@ def _doubts_of_depth(images: str, uses: Sequence[Use], range16: Range16, keys: s
     bits = uses[0].bits
     level_counts = {place: _level_count(pair, range16s[place], bits) for place, pair in varying.items()}
     few = {place: count for place, count in level_counts.items() if count <= _FEW}
-    clipped = [max(shares) for shares in zip(*(use.clipped for use in uses), strict=True)]
-    outside = [place for place in varying if clipped[place] > _MANY]
+    shares = [max(of_images) for of_images in zip(*(use.clipped for use in uses), strict=True)]
+    clipped = {place: shares[place] for place in varying if shares[place] > _MANY}
     reasons = []
     if few:
-        low, high = _span(varying[place] for place in few) or ALL_16
-        channels = _in_channels(few) if len(few) < len(varying) else ""
-        use = f"use {max(few.values())} of the 256 levels that a network sees{channels}"
-        reasons.append(f"{use}, as they hold values from {low} to {high}")
-    if outside:
-        low, high = range16s[outside[0]]
-        share = max(clipped[place] for place in outside)
+        reasons.append(_few_levels_text(few, varying))
+    if clipped:
+        low, high = range16s[min(clipped)]
+        share = max(clipped.values())
         reasons.append(f"have up to {share:.0%} of an image's pixels outside of {low} to {high}, made black or white")
-    if not reasons:
-        return
-    advised = _advised_range16(varying, range16s, {*few, *outside})
+    if reasons:
+        advised = _advised_range16(varying, range16s, {*few, *clipped})
+        yield f"{images} {', and '.join(reasons)}: {_cure(bits, advised, keys)}"
+
+
+def _few_levels_text(few: Mapping[int, int], varying: Mapping[int, Range16]) -> str:
+    """What images do whose channels show `few` levels, {place: levels}. `varying`: {place: range} of all that vary."""
+    low, high = _span(varying[place] for place in few) or ALL_16
+    channels = _in_channels(few) if len(few) < len(varying) else ""
+    use = f"use {max(few.values())} of the 256 levels that a network sees{channels}"
+    return f"{use}, as they hold values from {low} to {high}"
+
+
+def _cure(bits: int, advised: str, keys: str | None) -> str:
+    """What to do about images of so many bits. `advised`: a setting; `keys`: see `doubts_of_levels`."""
     if bits == 8:
-        cure = "write them with values up to 255, such as floats of 0 to 1 times 255"
-    elif keys is None:
-        cure = f"the training had other images; store these alike, or train another network with {advised}"
-    else:
-        cure = f"give {keys}{advised}"
-    yield f"{images} {', and '.join(reasons)}: {cure}"
+        return "write them with values up to 255, such as floats of 0 to 1 times 255"
+    if keys is None:
+        return f"the training had other images; store these alike, or train another network with {advised}"
+    return f"give {keys}{advised}"
 
 
 def _level_count(values: Range16, range16: Range16, bits: int) -> int:

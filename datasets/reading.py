@@ -148,20 +148,26 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     if stored.is_png_or_jpeg and stored.orientation > 1:
         raise Unreadable(f"{stored.path}: has an EXIF orientation, but labels are read as stored; expected none.")
     if not stored.is_png_or_jpeg:
-        raw = _decode_tiff_label(stored)[window]
-    elif stored.png_kind == (8, formats.COLOUR):
-        raw = decode_image(stored, window)
-    elif stored.png_kind in _MASKS:
-        raw = _decode_exact(stored)[window]
-    else:
-        return decode_label(stored, window)
+        return _ids_or_colours(_decode_tiff_label(stored)[window], stored.path)
+    if stored.png_kind == (8, formats.COLOUR):
+        return _ids_or_colours(decode_image(stored, window), stored.path)
+    if stored.png_kind in _MASKS:
+        return _ids_or_colours(_decode_exact(stored)[window], stored.path)
+    return decode_label(stored, window)
+
+
+def _ids_or_colours(raw: np.ndarray, path: Path) -> np.ndarray:
+    """The pixels of a label, see `decode_mask`, from its values, (H, W) or (H, W, channels).
+
+    Unreadable: a value is above 255, or a pixel is not opaque.
+    """
     if raw.ndim == 2:
         if raw.max(initial=0) > 255:
-            raise Unreadable(f"{stored.path}: holds the value {raw.max()}; expected ids from 0 to 255.")
+            raise Unreadable(f"{path}: holds the value {raw.max()}; expected ids from 0 to 255.")
         return raw.astype(np.uint8)
     if raw.shape[2] in (2, 4):
         if (raw[..., -1] < 255).any():
-            raise Unreadable(f"{stored.path}: has transparent pixels, which have no class; expected opaque ones.")
+            raise Unreadable(f"{path}: has transparent pixels, which have no class; expected opaque ones.")
         raw = raw[..., :-1]
     if raw.shape[2] == 1:
         return raw[..., 0]
@@ -212,9 +218,7 @@ def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
             image = ImageOps.exif_transpose(opened)
             bits = tags.get(formats.BITS, (16 if "I" in opened.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
-            values = np.asarray(image).astype(np.uint16) << (16 - bits)
-            if tags.get(formats.INTERPRETATION) == 0:
-                values = 65_535 - values
+            values = _gray_of_16_bits(image, bits, is_inverted=tags.get(formats.INTERPRETATION) == 0)
             gray = values if is_deep and bits == 16 else (values >> 8).astype(np.uint8)
             return np.repeat(gray[..., None], COLOURS, axis=2)
         if image.mode in ("I", "F"):
@@ -222,6 +226,12 @@ def _decode_photograph(file: Stored, is_deep: bool) -> np.ndarray:
         if is_deep and bits == 16 and image.mode in ("RGB", "RGBA"):  # of which Pillow reads the upper eight bits
             return upright(decode_page(file.data, tags)[..., :COLOURS], file.orientation)
         return np.array(image.convert("RGB"))
+
+
+def _gray_of_16_bits(image: Image.Image, bits: int, is_inverted: bool) -> np.ndarray:
+    """The values of a gray image whose file has 9 to 16 bits, uint16 (H, W), as if it had 16. 0 is black."""
+    values = np.asarray(image).astype(np.uint16) << (16 - bits)
+    return 65_535 - values if is_inverted else values
 
 
 def _open_image(data: bytes) -> Image.Image:

@@ -31,10 +31,9 @@ def sources_of(
     """
     folder = labels.folder
     _check_lists(root, folder, lists, add)
-    images = listable_images(labels)
-    unlabelled = {*labels.unlabelled}
-    withheld = names_on_list(root, root / WITHHELD, images) if (root / f"{WITHHELD}.txt").is_file() else ()
-    names = sorted({name for name, path in images.items() if path not in unlabelled} - {*withheld})
+    has_test_list = (root / f"{WITHHELD}.txt").is_file()
+    withheld = names_on_list(root, root / WITHHELD, listable_images(labels)) if has_test_list else ()
+    names = sorted(_labelled_images(labels).keys() - {*withheld})
     unprintable = [name for name in names if printable(name) != name]
     if unprintable:
         raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
@@ -44,9 +43,8 @@ def sources_of(
     if sourceless:
         count = f"{len(sourceless)} of {len(names)}"
         raise ValueError(f"{key}={group} finds no source in {count} names: {first_of(sourceless)}")
-    test_sources = {sources.pop(name, None) for name in withheld}
-    if add:
-        sources = {name: source for name, source in sources.items() if source not in test_sources}
+    test_sources = {sources.get(name) for name in withheld} if add else set()
+    sources = {name: sources[name] for name in names if sources[name] not in test_sources}
     source_count = len({*sources.values()})
     if source_count < parts:
         kind = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
@@ -79,13 +77,16 @@ def listable_images(labels: LabelFiles) -> dict[str, Path]:
     return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
 
 
+def _labelled_images(labels: LabelFiles) -> dict[str, Path]:
+    """Those of `listable_images` that have labels."""
+    unlabelled = {*labels.unlabelled}
+    return {name: path for name, path in listable_images(labels).items() if path not in unlabelled}
+
+
 def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    images = listable_images(labels)
-    unlabelled = {*labels.unlabelled}
-    labelled = {name: path for name, path in images.items() if path not in unlabelled}
-    names = names_on_no_list(root, root / WITHHELD, labelled)
-    return names if len(names) < len(images) else []
+    names = names_on_no_list(root, root / WITHHELD, _labelled_images(labels))
+    return names if len(names) < len(listable_images(labels)) else []
 
 
 def parts_of(

@@ -114,6 +114,7 @@ class Stored:
     @cached_property
     def array_header(self) -> ArrayHeader:
         """The header of an array. ValueError: the file holds no image, or ends early."""
+        header = None
         with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.open_array() as stream:
             version = np.lib.format.read_magic(stream)
             read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -122,12 +123,12 @@ class Stored:
             if is_image:
                 height, width, channels = (*shape, 1)[:3]
                 check_area(width, height)
-                start = stream.tell()
-                if stream.seek(0, SEEK_END) < start + height * width * channels * dtype.itemsize:
+                header = ArrayHeader((height, width, channels), dtype, by_columns, start=stream.tell())
+                if stream.seek(0, SEEK_END) < header.start + height * width * channels * dtype.itemsize:
                     raise ValueError("it ends early")
-        if not is_image:
+        if header is None:  # not raised above, where it would be reported as damage
             raise ValueError(f"{self.path}: is an array {shape} of {dtype}; expected {EXPECTED_ARRAY}.")
-        return ArrayHeader((height, width, channels), dtype, by_columns, start)
+        return header
 
     def open_array(self) -> BinaryIO:
         """The stream of an array's bytes, at its beginning."""
@@ -141,15 +142,15 @@ class Stored:
             return self.array_header.shape[2]
         if self.png_kind is not None:
             colour_type = self.png_kind[1]
-            count = 0 if colour_type == formats.PALETTE else formats.CHANNELS_OF_PNG.get(colour_type, 0)
+            count = None if colour_type == formats.PALETTE else formats.CHANNELS_OF_PNG.get(colour_type)
         elif self.format == "TIFF":
             has_palette = formats.PALETTE in [tags.get(formats.INTERPRETATION) for tags in self.tiff_pages]
-            count = 0 if has_palette else sum(map(formats.channels_of, self.tiff_pages))
+            count = None if has_palette else sum(map(formats.channels_of, self.tiff_pages))
         else:
             with decoding(self.path, f"an image; expected {', '.join(formats.PILLOW_FORMATS)}"):
                 bands = Image.open(BytesIO(self.data), formats=formats.PILLOW_FORMATS).getbands()
-            count = 0 if "P" in bands else len(bands)
-        if count == 0:
+            count = None if "P" in bands else len(bands)
+        if count is None:
             raise ValueError(f"{self.path}: has a palette, whose indices are no channel: convert it to gray or RGB.")
         return count
 

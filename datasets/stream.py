@@ -51,6 +51,7 @@ class Draws(Sampler):
         self.state = state
 
     def __iter__(self) -> Iterator[list[Draw]]:
+        """The minibatches, each put into `ahead` before it is given; what waits there from an earlier pass is gone."""
         self.ahead.clear()
         crops, rank, ranks = (self.order[name] for name in ("crops_per_minibatch", "rank", "world_size"))
         step, steps = self.order["start_step"], self.order["steps"]

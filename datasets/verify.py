@@ -108,9 +108,7 @@ def verify(
         if problems:
             lines = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
             raise ValueError(f"{title}: {len(problems)} problem(s) in {len(dataset)} images:\n{lines}")
-        with suppress(OSError):  # a read-only cache folder only costs the time of the next check
-            success_file.parent.mkdir(parents=True, exist_ok=True)
-            success_file.write_text(json.dumps([getattr(inspection, name) for name in _REMEMBERED]))
+        _remember(inspection, success_file)
     dataset.digests = np.array(inspection.digests, np.uint64)
     dataset.sizes = inspection.sizes
     if any(inspection.values) and not any(inspection.by_class[:IGNORED]):
@@ -119,7 +117,15 @@ def verify(
     return inspection.doubts(images, keys)
 
 
+def _remember(inspection: Inspection, file: Path) -> None:
+    """Write an inspection without problems to a file, if it can be written."""
+    with suppress(OSError):  # a read-only cache folder only costs the time of the next check
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([getattr(inspection, name) for name in _REMEMBERED]))
+
+
 def _remembered_inspection(dataset: Split, file: Path) -> Inspection | None:
+    """What `_remember` wrote; None if there is no such file, or it is damaged."""
     try:
         return Inspection(dataset, (), *json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -248,7 +254,8 @@ def first_lines(messages: Sequence[str]) -> list[str]:
     shown = messages[:_SHOWN]
     ending = ""
     if len(shown) > 1:
-        ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
+        reversed_ending = os.path.commonprefix([message[::-1] for message in shown])
+        ending = reversed_ending[::-1].partition(". ")[2]  # whole sentences
     lines = [message.removesuffix(ending).rstrip() for message in shown]
     if len(messages) > _SHOWN:
         lines.append(f"… and {len(messages) - _SHOWN} more")

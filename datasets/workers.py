@@ -115,7 +115,7 @@ class Loader(DataLoader):
             items = super().__iter__()
             yield from items
         except RuntimeError as error:
-            if str(error).startswith("DataLoader timed out"):
+            if str(error).startswith("DataLoader timed out"):  # PyTorch has no class for it: see `reading_errors`
                 raise TimeoutError(timeout_message) from None
             raise
         except (ConnectionError, EOFError) as error:  # of the pipe to a worker
@@ -168,7 +168,9 @@ def reading_errors(
     try:
         yield
     except RuntimeError as error:
-        # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
+        # PyTorch has no classes for these errors, so the first words of their messages tell them apart; if these
+        # change, tests/datasets/test_workers.py fails. The causes count because PyTorch notices a dead worker in a
+        # signal handler: its error may interrupt a save, which raises its own.
         beginnings = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker", NO_THREAD)
         message = next((text for text in _messages(error) if text.startswith(beginnings)), "")
         explanation = _explanation(message, workers_key, advice)
