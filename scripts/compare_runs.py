@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import color_sequences, rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import MISSING
 
@@ -150,20 +151,26 @@ def curves(groups: list[Group]) -> Figure:
         lines[id(group.runs[-1])].set_label(printable(group.title))
     loss_axes.set(xlabel="step", ylabel="training loss")
     for axes in score_panels:
-        for run, colour in runs:
-            steps, values = run.curve("val", score)
-            percent = 100 * np.array(values, float)
-            if over_steps:
-                axes.plot(steps, percent, "o-", color=colour, markersize=4)
-            elif steps and run.training:
-                axes.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
-        middle = statistics.mean(axes.get_ylim())
-        axes.set_ylim(min(axes.get_ylim()[0], middle - 2), max(axes.get_ylim()[1], middle + 2))  # noise is no gap
-        axes.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
+        draw_scores(axes, runs, score, over_steps)
     for axes in figure.axes:
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
     return figure
+
+
+def draw_scores(axes: Axes, runs: list[tuple[Run, Any]], score: str, over_steps: bool) -> None:
+    """Draw a score of runs, each with its colour: all evaluations over the steps, or the last over the minutes."""
+    for run, colour in runs:
+        steps, values = run.curve("val", score)
+        percent = 100 * np.array(values, float)
+        if over_steps:
+            axes.plot(steps, percent, "o-", color=colour, markersize=4)
+        elif steps and run.training:
+            axes.plot(run.training["minutes"], percent[-1], "o", color=colour, markersize=6)
+    low, high = axes.get_ylim()
+    middle = statistics.mean((low, high))
+    axes.set_ylim(min(low, middle - 2), max(high, middle + 2))  # noise is no gap
+    axes.set(xlabel="step" if over_steps else "training, minutes", ylabel=f"validation {TITLES[score]} %")
 
 
 def colours(groups: list[Group]) -> Iterable[Any]:

@@ -166,31 +166,38 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
 def _classes(
     options: Conversion, config: SegmentationRun | ClassificationRun, count: int
 ) -> tuple[list[str], Colours, list[int]]:
-    """Names, colours and label ids of the classes; the last two mean nothing in classification."""
+    """Names, colours and label ids of the classes; the last two mean nothing in classification.
+
+    ValueError: they are not as many as `count`, the classifier's, or cannot be read.
+    """
     names: Sequence[str]
     colours: Sequence[tuple[int, int, int]] = distinct_colours(count)
     ids: Sequence[int] = range(count)
-    argument = f"classes={options.classes}"
-    if options.classes is None:
-        argument = f"data.root={options.data.root}"
-        if isinstance(config, SegmentationRun):
-            dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
-            names, colours, ids = dataset.classes, dataset.palette, dataset.label_ids
-        else:
-            names = assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes
-            check_order(names, f"input={options.input}", config.data.order_key)
-    elif Path(options.classes).suffix == ".json":
+    argument = f"data.root={options.data.root}" if options.classes is None else f"classes={options.classes}"
+    if options.classes is not None and Path(options.classes).suffix == ".json":
         table = vistas_classes(Path(options.classes))
         names, colours, ids = table.names, table.palette, table.official_ids
+    elif options.classes is not None:
+        names = _names_in(Path(options.classes), argument)
+    elif isinstance(config, SegmentationRun):
+        dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
+        names, colours, ids = dataset.classes, dataset.palette, dataset.label_ids
     else:
-        names = [line.strip() for line in read_list(Path(options.classes), "one class")]
-        check_names(enumerate(names), f"{argument}: ")
-        repeated = [name for name, times in Counter(names).items() if times > 1]
-        if repeated:
-            raise ValueError(f"{argument} has {listed(repeated)} more than once: expected different names; {NAMES}")
+        names = assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes
+        check_order(names, f"input={options.input}", config.data.order_key)
     if len(names) != count:
         raise ValueError(f"{argument} has {len(names)} classes: expected {count}, as the classifier of the file")
     return list(names), list(colours), list(ids)
+
+
+def _names_in(file: Path, argument: str) -> list[str]:
+    """The names of classes in a text file, one a line. ValueError, which names `argument`: two are equal, or unfit."""
+    names = [line.strip() for line in read_list(file, "one class")]
+    check_names(enumerate(names), f"{argument}: ")
+    repeated = [name for name, times in Counter(names).items() if times > 1]
+    if repeated:
+        raise ValueError(f"{argument} has {listed(repeated)} more than once: expected different names; {NAMES}")
+    return names
 
 
 main = configured("convert_checkpoint", Conversion)(convert)

@@ -151,15 +151,8 @@ def make_classes(config: MakeClasses) -> Path:
         check_whole(config.data.root, options)
         labels = folder_labels(config.data.root, options, config.data.channels)
         root = Path(str(config.data.root))
-        lists = config.lists()
-        parts = config.parts()
-        sources: dict[str, str] = {}
-        listed: dict[str, str] = {}
         check_record(config, root)
-        if parts:
-            sources = sources_of(root, labels, lists, len(parts), config.group, "group", config.add)
-        if config.add:
-            listed = parts_of(root, labels, lists, sources)
+        sources, listed = images_to_divide(config, root, labels)
     console = make_console()
     file = root / CLASSES
     is_there = os.path.lexists(file)  # also a dangling link
@@ -173,13 +166,25 @@ def make_classes(config: MakeClasses) -> Path:
         write_lists(config, root, sources, listed, console)
     elif config.add:
         console.print("every labelled image that may be on these lists is there: they stay as they are")
-    images = unlisted_names(root, labels) if config.add else []
-    if images:
+    still_unlisted = unlisted_names(root, labels) if config.add else []
+    if still_unlisted:
+        problem = f"{len(still_unlisted)} images are still on no list, such as {first_of(still_unlisted[:1])}"
         reason = f"{WITHHELD}.txt, which never grows, has images of their source"
-        console.print(
-            f"{len(images)} images are still on no list, such as {first_of(images[:1])}: {reason}", soft_wrap=True
-        )
+        console.print(f"{problem}: {reason}", soft_wrap=True)
     return file
+
+
+def images_to_divide(config: MakeClasses, root: Path, labels: LabelFiles) -> tuple[dict[str, str], dict[str, str]]:
+    """The sources of the images for the lists, and the parts of those that are listed; both empty without lists.
+
+    ValueError: see `sources_of` and `parts_of`.
+    """
+    lists = config.lists()
+    if not lists:
+        return {}, {}
+    sources = sources_of(root, labels, lists, len(config.parts()), config.group, "group", config.add)
+    listed = parts_of(root, labels, lists, sources) if config.add else {}
+    return sources, listed
 
 
 def check_record(config: MakeClasses, root: Path) -> None:
@@ -217,11 +222,12 @@ def write_classes(config: MakeClasses, file: Path, labels: LabelFiles, console: 
     if len(label_counts.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(label_counts.pixels))}; expected one kind")
     ((kind, pixels),) = label_counts.pixels.items()
-    values_of = {number: number for number in sorted(pixels)}
-    ignored = void
-    if kind == COLOURS:
+    if kind == COLOURS:  # each gets an id, and none is ignored
         values_of = dict(enumerate(sorted(pixels)))
         ignored = []
+    else:
+        values_of = {number: number for number in sorted(pixels)}
+        ignored = void
     if len(values_of) <= 256:
         console.print(id_table(label_counts, values_of, ignored, len(labels.images)))
     ids = {number: label_counts.colours.get(value) for number, value in values_of.items() if number not in ignored}
@@ -280,11 +286,8 @@ def write_lists(
     of_folds = ", in val.txt of each fold" if config.folds is not None else ""
     title = f"images that hold a class (share of the pixels){of_folds}"
     console.print(table_of(["", *parts], rows_by_class(classes, pixels, part_of, len(parts)), title))
-    group, beginnings = source_prefixes(names, len(parts))
-    if config.group is None and not config.add and group:
-        advice = f"remove the lists and add 'group={group}', which keeps them together"
-        same = f"{len(beginnings)} beginnings before a number, such as {readable(min(beginnings))}"
-        console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
+    if config.group is None and not config.add:
+        print_possible_sources(names, len(parts), console)
     lists = {stem: choice for stem, choice in config.lists().items() if choice[0] in parts}
     for stem, (part, holds_part) in lists.items():
         is_on_list = (part_of == numbers[part]) == holds_part
@@ -295,6 +298,15 @@ def write_lists(
     if not config.add:
         record = {"about": RECORDED, **config.record(), "seed": config.seed}
         write_file(root / config.record_name, json.dumps(record, indent=1) + "\n")
+
+
+def print_possible_sources(names: Sequence[str], part_count: int, console: Console) -> None:
+    """Print the group that keeps images with the same beginning together, if these may be of one source."""
+    group, beginnings = source_prefixes(names, part_count)
+    if group:
+        advice = f"remove the lists and add 'group={group}', which keeps them together"
+        same = f"{len(beginnings)} beginnings before a number, such as {readable(min(beginnings))}"
+        console.print(f"names have {same}: if images with the same one are of one source, {advice}", soft_wrap=True)
 
 
 def rows_by_class(classes: Sequence[str], pixels: np.ndarray, part_of: np.ndarray, part_count: int) -> list[list[str]]:
@@ -358,7 +370,7 @@ def read_labels(config: MakeClasses, images: Mapping[Path, Path | None], console
 
 
 def settle_kind(counts: LabelCounts, ignored: list[int], gray: str | None) -> list[str]:
-    """Decide whether gray values are ids or colours, unless `gray` does; return notes about it.
+    """Count gray values as ids or as colours, in place: as `gray` says, else as they look. Returns notes about it.
 
     ValueError: `gray` is given, but no label has gray values in RGB.
     """
@@ -366,10 +378,9 @@ def settle_kind(counts: LabelCounts, ignored: list[int], gray: str | None) -> li
     levels = {code & WHITE for code in counts.pixels.get(GRAY, ())}
     if levels:
         between = levels - {*ignored, WHITE}  # 255 beside small ids marks pixels without a class
-        are_ids = IDS in counts.pixels or (any(between) and not has_large_gaps(between))
-        reading, alternative = "colours", "ids"
-        if COLOURS not in counts.pixels and are_ids:
-            reading, alternative = alternative, reading
+        look_like_ids = IDS in counts.pixels or (any(between) and not has_large_gaps(between))
+        are_ids = look_like_ids and COLOURS not in counts.pixels
+        reading, alternative = ("ids", "colours") if are_ids else ("colours", "ids")
         if gray is None and COLOURS not in counts.pixels:
             hint = f"with gray={alternative} as {alternative}"
             notes = [f"labels in RGB have three equal channels: they are read as {reading}, {hint}"]
@@ -380,8 +391,9 @@ def settle_kind(counts: LabelCounts, ignored: list[int], gray: str | None) -> li
             counts.colours = {}
     elif gray is not None:
         raise ValueError(f"gray={gray}: no label is in RGB with three equal channels; leave it out")
-    if {*counts.pixels} == {IDS} and not counts.colours and {*counts.pixels[IDS]} == {0, WHITE} and gray is None:
-        counts.recast(IDS, COLOURS, lambda level: 0x010101 * level)  # masks in black and white
+    are_plain_ids = {*counts.pixels} == {IDS} and not counts.colours  # without palettes
+    if gray is None and are_plain_ids and {*counts.pixels[IDS]} == {0, WHITE}:  # masks in black and white
+        counts.recast(IDS, COLOURS, lambda level: 0x010101 * level)
         counts.colours = {code: (code & WHITE,) * 3 for code in counts.pixels[COLOURS]}
     return notes
 
@@ -430,9 +442,9 @@ def classes_text(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> 
         | ({"colour": colours[number]} if number in colours else {})
         for number in range(max(ids) + 1)
     ]
-    ignored = sorted({*range(len(classes)), *ignored} - {*ids})
+    untrained = sorted({*range(len(classes)), *ignored} - {*ids})
     lines = ",\n".join(map(json.dumps, classes))
-    return f'{{"classes": [\n{lines}\n],\n"ignored": {ignored}}}\n'
+    return f'{{"classes": [\n{lines}\n],\n"ignored": {untrained}}}\n'
 
 
 class Contents(NamedTuple):
@@ -448,20 +460,11 @@ class Contents(NamedTuple):
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
 def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Contents:
+    """Read a label, and its image if it has one. `channels`, `shallow`: see `use_of`."""
     file = read(path, photograph=True)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    size = raw.shape[::-1]
-    other_size = None
-    levels_use = None
-    with suppress(ValueError):  # a damaged image, which a training reports
-        if image is not None:
-            stored = read(image, True)
-            image_size = of_channels.size(stored, True, channels)
-            if image_size != size:
-                other_size = f"{readable(path)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"
-            levels_use = use_of(stored, turned=True, channels=channels, shallow=shallow)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
         colours = {code: tuple(code.to_bytes(3, "big")) for code in pixels}
@@ -469,7 +472,21 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
         palette = label_palette(file)
         kind = BITS if file.png_kind is not None and file.png_kind[0] == 1 and not palette else IDS
         colours = {number: palette[number] for number in pixels if number in palette}
+    other_size = None
+    levels_use = None
+    with suppress(ValueError):  # a damaged image, which a training reports
+        if image is not None:
+            stored = read(image, True)
+            other_size = size_beside(path, raw.shape[::-1], of_channels.size(stored, True, channels))
+            levels_use = use_of(stored, turned=True, channels=channels, shallow=shallow)
     return Contents(kind, pixels, colours, other_size, levels_use)
+
+
+def size_beside(label: Path, size: tuple[int, ...], image_size: tuple[int, int]) -> str | None:
+    """A label's path and size, and the size of its image, (width, height); None if they are equal."""
+    if size == image_size:
+        return None
+    return f"{readable(label)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

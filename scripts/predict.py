@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
@@ -291,20 +291,7 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
         raise ValueError(f"input={source} {why_unfit(source)}")
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
-    ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
-    real = ((Path(file.path), Path(os.path.realpath(file))) for _, file in files_in(source))
-    files = sorted(path for path, real_path in real if ours.isdisjoint([real_path, *real_path.parents]))
-    image_files = [path for path in files if path.suffix.lower() in image_suffixes(channels)]
-    stems = {path.with_suffix("") for path in image_files}  # a .npy file beside an image of three channels is none
-    image_files += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
-    images = sorted(path for path in image_files if why_unfit(path) is None)
-    label_files = {source / path for path in labels.labels_among([path.relative_to(source) for path in images])}
-    skipped_files = {
-        "without an image's suffix": {*files} - {*image_files},
-        "that are no regular files of at most 4 GiB": {*image_files} - {*images},
-        "that are labels of images": label_files,
-    }
-    images = [path for path in images if path not in label_files]
+    images, skipped_files = images_in(source, output, channels, labels)
     for why, paths in skipped_files.items():
         names = [str(path.relative_to(source)) for path in sorted(paths)]
         if names:
@@ -312,6 +299,24 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))
+
+
+def images_in(folder: Path, output: Path, channels: int, labels: LabelNames) -> tuple[list[Path], dict[str, Set[Path]]]:
+    """The images in a folder, sorted, and by reason the files that are skipped, see `find_images`."""
+    ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
+    real = ((Path(file.path), Path(os.path.realpath(file))) for _, file in files_in(folder))
+    files = sorted(path for path, real_path in real if ours.isdisjoint([real_path, *real_path.parents]))
+    image_files = [path for path in files if path.suffix.lower() in image_suffixes(channels)]
+    stems = {path.with_suffix("") for path in image_files}  # a .npy file beside an image of three channels is none
+    image_files += [path for path in files if path.suffix.lower() == ARRAY_SUFFIX and path.with_suffix("") not in stems]
+    regular_files = sorted(path for path in image_files if why_unfit(path) is None)
+    label_files = {folder / path for path in labels.labels_among([path.relative_to(folder) for path in regular_files])}
+    skipped_files: dict[str, Set[Path]] = {
+        "without an image's suffix": {*files} - {*image_files},
+        "that are no regular files of at most 4 GiB": {*image_files} - {*regular_files},
+        "that are labels of images": label_files,
+    }
+    return [path for path in regular_files if path not in label_files], skipped_files
 
 
 def result_names(images: Sequence[Path]) -> list[str]:

@@ -127,6 +127,18 @@ def check_split(
 
 def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
+    show_classes(reports, console)
+    show_problems(reports, console)
+    summary = table_of(["split", "images", "official", "problems"], title=title)
+    for split, report in reports.items():
+        official = str(report.official_images or "–")
+        style = "bold red" if report.problems else "green"
+        summary.add_row(split, str(report.images), official, str(report.problem_count), style=style)
+    console.print(summary)
+
+
+def show_classes(reports: Mapping[str, SplitReport], console: Console) -> None:
+    """Print the classes and the doubts of each split; a doubt that several splits share, once."""
     printed = set[str]()  # what is true of the whole folder is said once
     for split, report in reports.items():
         if report.classes is not None:
@@ -137,6 +149,10 @@ def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> No
         printed.update(report.doubts)
         if report.classes is not None or report.doubts:
             console.print()
+
+
+def show_problems(reports: Mapping[str, SplitReport], console: Console) -> None:
+    """Print the problems of each split, by kind. The expected layout is shown once, if no split could be opened."""
     layout_is_known = any(report.images for report in reports.values())  # or has been shown
     for split, report in reports.items():
         for kind, messages in report.problems.items():
@@ -148,12 +164,6 @@ def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> No
                 layout_is_known |= bool(layout)
                 console.print(indent(text, "  "), soft_wrap=True)
             console.print()
-    summary = table_of(["split", "images", "official", "problems"], title=title)
-    for split, report in reports.items():
-        official = str(report.official_images or "–")
-        style = "bold red" if report.problems else "green"
-        summary.add_row(split, str(report.images), official, str(report.problem_count), style=style)
-    console.print(summary)
 
 
 def histogram(split: str, classes: Mapping[str, dict[str, int]], ignored: int) -> Table:

@@ -44,7 +44,10 @@ def in_lines(text: str) -> str:
 
 
 def _folded(command: str) -> str:
-    """Not within quotes, where a backslash is one of the text."""
+    """A command in lines of `WIDTH` characters, of which all but the last end in a backslash.
+
+    None ends within quotes, where a shell would take the backslash as part of the text.
+    """
     lines = [""]
     for part in re.findall(r"(?:'[^']*'|[^ ,'])*[ ,]?", command):
         if lines[-1] and len(lines[-1] + part) >= WIDTH:
@@ -59,12 +62,12 @@ def unfolded(text: str) -> str:
 
 
 def conditions(environment: dict) -> str:
-    """Hardware, threads if known, versions and commit, and why the commit is not the code's."""
+    """Hardware, threads if known, versions and commit; if the commit does not hold the code that ran, why not."""
     count = environment.get("threads")
     threads = "" if count is None else f", {count} threads" if count > 1 else f", {count} thread"
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lost = f" ({environment['provenance']})" if "provenance" in environment else ""
-    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}{lost}"
+    why_other_code = f" ({environment['provenance']})" if "provenance" in environment else ""
+    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}{why_other_code}"
 
 
 def mean_of(percentages: Sequence[float], digits: int = 2) -> str:

@@ -223,16 +223,24 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
         folder_runs: list[Run] = []
         for path in sorted(folders_of_runs, key=with_numbers):
-            if not (path / "results.json").is_file():
-                left_out[path] = f"it has not ended{_last_step(path)}"
-                continue
-            try:
-                folder_runs.append(Run(path))
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{path}", path.name).split())
-                left_out[path] = f"it cannot be read ({printable(reason)})"
+            run_or_reason = _read_run(path)
+            if isinstance(run_or_reason, Run):
+                folder_runs.append(run_or_reason)
+            else:
+                left_out[path] = run_or_reason
         runs += [run for run in folder_runs if not run.is_copy] or folder_runs
     return runs, left_out
+
+
+def _read_run(folder: Path) -> Run | str:
+    """The run in a run directory, or why it is left out."""
+    if not (folder / "results.json").is_file():
+        return f"it has not ended{_last_step(folder)}"
+    try:
+        return Run(folder)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:  # files may hold anything
+        reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{folder}", folder.name).split())
+        return f"it cannot be read ({printable(reason)})"
 
 
 def _last_step(folder: Path) -> str:
