@@ -84,7 +84,7 @@ def _read_official(root: Path, split: str, reader: Any, layout: Layout) -> Class
 @restorable()
 def _read_zip(archive: Path, split: str, classes: int, layout: Layout) -> ClassificationDataset:
     """The pictures that the zip file calls …/`split`/CLASS/NAME."""
-    member = archive
+    member = archive  # then the picture that is being read
     try:
         with zipfile.ZipFile(archive) as content:
             # By class and name, whatever lies above the class folders.
@@ -97,16 +97,21 @@ def _read_zip(archive: Path, split: str, classes: int, layout: Layout) -> Classi
             pixels = np.empty((len(pictures), 3, 32, 32), np.uint8)
             for number, (_, _, name) in enumerate(pictures):
                 member = archive / name
-                planes = decode_image(complete_file(member, content.read(name))).transpose(2, 0, 1)
-                if planes.shape != (3, 32, 32):
-                    raise Unreadable(f"{member}: has {planes.shape[2]}x{planes.shape[1]} pixels; expected 32x32.")
-                pixels[number] = planes
+                pixels[number] = _picture_pixels(member, content.read(name))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise Unreadable(f"{member}: cannot be unpacked ({error}); expected an intact zip file.") from None
     labels = np.array([names.index(class_name) for class_name, _, _ in pictures], np.int64)
     titles = np.array([f"{class_name}/{file}" for class_name, file, _ in pictures])
     files = file_list_of(archive.parent, [archive])
     return ClassificationDataset(layout.name, split, tuple(names), labels, files, pixels, titles)
+
+
+def _picture_pixels(path: Path, data: bytes) -> np.ndarray:
+    """The pixels of a picture, uint8 (3, 32, 32) RGB. Unreadable, which names `path`: it is of another size or kind."""
+    planes = decode_image(complete_file(path, data)).transpose(2, 0, 1)
+    if planes.shape != (3, 32, 32):
+        raise Unreadable(f"{path}: has {planes.shape[2]}x{planes.shape[1]} pixels; expected 32x32.")
+    return planes
 
 
 def _is_picture(name: str, split: str) -> bool:

@@ -35,13 +35,11 @@ def folder_classes(file: Path) -> ClassTable:
         ids = [number for number in range(len(entries)) if number not in ignored]
         names = tuple(entries[number]["name"] for number in ids)
         check_names(zip(ids, names, strict=True))
-        for kind, values in (("names", names), ("colours", tuple(colours.values()))):
-            repeated = sorted({str(value) for value in values if values.count(value) > 1})
-            if repeated:
-                raise ValueError(f"two {kind} are {repeated[0]}, expected different ones")
+        _check_distinct("names", names)
+        _check_distinct("colours", [*colours.values()])
         if len(ids) not in TRAINED:
             raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the user's file may hold anything
         raise ValueError(
             f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {EXAMPLE}"
         ) from None
@@ -71,6 +69,12 @@ def _check_form(content: Any) -> None:
     unknown = sorted(keys - {"name", "colour"})
     if unknown:
         raise ValueError(f"the key {unknown[0]!r} is unknown")
+
+
+def _check_distinct(kind: str, values: Sequence[object]) -> None:
+    repeated = sorted({str(value) for value in values if values.count(value) > 1})
+    if repeated:
+        raise ValueError(f"two {kind} are {repeated[0]}, expected different ones")
 
 
 def lookalikes(colours: Mapping[int, Sequence[int]]) -> set[int]:

@@ -73,7 +73,7 @@ def image_folder(
 def _open_class_folders(
     layout: Layout, root: str | os.PathLike | None, split: str, class_order: str | None, keys: str
 ) -> ClassificationDataset:
-    """See `imagenet`."""
+    """The class folders of a split in `imagenet`'s or `image_folder`'s layout. Arguments and errors: see `imagenet`."""
     if class_order not in (None, *ORDERS):
         raise ValueError(f"{keys}class_order={class_order}: expected one of {', '.join(ORDERS)}")
     root = layout.check(root, split)
@@ -87,9 +87,7 @@ def _open_class_folders(
     if class_order == "numbers":
         places = {name: place for place, name in enumerate(sort_by_number(map(composed, classes)))}
         classes = tuple(sorted(classes, key=lambda name: places[composed(name)]))
-    with os.scandir(folder) as entries:
-        outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]
-    _check_outside(layout, root, folder, [name for name in outside if name.lower().endswith(suffixes)], classes)
+    _check_outside(layout, root, folder, suffixes, has_classes=bool(classes))
     names = tuple(map(composed, classes))
     check_names(enumerate(names), f"{layout.name}: {folder}: ")
     _check_classes(layout, root, split, names)
@@ -100,10 +98,13 @@ def _open_class_folders(
     return ClassificationDataset(layout.name, split, names, labels, files, remarks=remarks_on((), left_out))
 
 
-def _check_outside(layout: Layout, root: Path, folder: Path, images: Sequence[str], classes: Sequence[str]) -> None:
-    """ValueError if a split's `folder` holds images outside of its class folders."""
+def _check_outside(layout: Layout, root: Path, folder: Path, suffixes: tuple[str, ...], has_classes: bool) -> None:
+    """ValueError if a split's `folder` holds images outside of its class folders, of which it may have none."""
+    with os.scandir(folder) as entries:
+        outside = [entry.name for entry in entries if entry.is_file() and not is_hidden(entry.name)]
+    images = [name for name in outside if name.lower().endswith(suffixes)]
     if images:
-        place = "beside" if classes else "without"
+        place = "beside" if has_classes else "without"
         raise layout.error(
             f"{layout.name}: {folder} holds {len(images)} images {place} class folders, such as "
             f"{readable(min(images))}; expected images only in class folders",

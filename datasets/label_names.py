@@ -99,18 +99,25 @@ class LabelNames(NamedTuple):
         for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
             folders = sorted(filter(Path.is_dir, place.iterdir()))
             for folder in folders:
-                images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
-                labels, suffix = self._replace(image_folder=folder.name).usual_label_place(place, images)
-                if _OF_LABELS.search(labels):
-                    return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
-                if labels == folder.name and _OF_LABELS.search(suffix):
-                    options = self._as_options(label_folder=self.image_folder, label_suffix=suffix)
-                    return f"move the images and labels in {folder} to {folder / self.image_folder} and {options}"
-                for label_folder in filter(lambda path: _OF_LABELS.search(path.name), folders):
-                    if _are_numbered(images, list_files(label_folder, PHOTOGRAPHS, deep=True)):
-                        options = self._as_options(image_folder=folder.name, label_folder=label_folder.name)
-                        return f"call the images in {folder} as their labels, without _0000, and {options}"
+                advice = self._advice_on_images(folder, folders)
+                if advice is not None:
+                    return advice
         return self._advice_instead(above, {})
+
+    def _advice_on_images(self, folder: Path, folders: Sequence[Path]) -> str | None:
+        """Advice if a folder holds images, and it or another of `folders`, which lie beside it, their labels."""
+        images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
+        labels, suffix = self._replace(image_folder=folder.name).usual_label_place(folder.parent, images)
+        if _OF_LABELS.search(labels):
+            return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
+        if labels == folder.name and _OF_LABELS.search(suffix):
+            options = self._as_options(label_folder=self.image_folder, label_suffix=suffix)
+            return f"move the images and labels in {folder} to {folder / self.image_folder} and {options}"
+        for label_folder in filter(lambda path: _OF_LABELS.search(path.name), folders):
+            if _are_numbered(images, list_files(label_folder, PHOTOGRAPHS, deep=True)):
+                options = self._as_options(image_folder=folder.name, label_folder=label_folder.name)
+                return f"call the images in {folder} as their labels, without _0000, and {options}"
+        return None
 
     def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder and the suffix of most files that begin as these images do; empty for less than a quarter."""

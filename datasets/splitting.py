@@ -154,17 +154,24 @@ def divide_images(
     if fixed_parts is not None:
         np.maximum.at(parts, source, fixed_parts)
 
-    # Columns, (sources, 2 * classes), are scaled so that their squared errors add up to chi-square times a share.
-    holding = np.maximum((pixels > 0).sum(axis=0), 1)
-    columns = np.hstack([pixels > 0, pixels / np.maximum(pixels.sum(axis=0), 1) * holding])
-    rows = np.zeros((len(parts), columns.shape[1]))
-    np.add.at(rows, source, columns * np.sqrt(np.hstack([1 / holding, _PIXEL_WEIGHT / holding])))
+    holding = np.maximum((pixels > 0).sum(axis=0), 1)  # how many images hold each class
+    rows = np.zeros((len(parts), 2 * len(holding)))
+    np.add.at(rows, source, _weighted_columns(pixels, holding))
     rarity = np.full(len(parts), np.inf)
     np.minimum.at(rarity, source, np.where(pixels > 0, holding, np.inf).min(axis=1))
     order = np.random.default_rng(seed).permutation(np.flatnonzero(parts < 0))
     order = order[np.lexsort((rarity[order], -image_counts[order]))]
     parts[order] = _deal_sources(rows, image_counts, order, parts, sizes_of(len(pixels), shares))
     return parts[source]
+
+
+def _weighted_columns(pixels: np.ndarray, holding: np.ndarray) -> np.ndarray:
+    """Whether images hold each class, and their shares of its pixels, (images, 2 * classes).
+
+    They are scaled so that the squared errors of all columns add up to chi-square times a share.
+    """
+    columns = np.hstack([pixels > 0, pixels / np.maximum(pixels.sum(axis=0), 1) * holding])
+    return columns * np.sqrt(np.hstack([1 / holding, _PIXEL_WEIGHT / holding]))
 
 
 def _deal_sources(
@@ -181,18 +188,14 @@ def _deal_sources(
     sums = np.stack([rows[member].sum(axis=0) for member in members])[None]
     room = sizes[None] - [[image_counts[member].sum() for member in members]]
     total = sums.sum(axis=(0, 1))  # of the sources that have been dealt
-
-    def cost(sums: np.ndarray, room: np.ndarray) -> np.ndarray:  # (divisions, parts)
-        is_absent = sums[..., : rows.shape[1] // 2] < 1e-6
-        chi_square = ((sums - shares[:, None] * total) ** 2).sum(axis=-1) / shares
-        return chi_square + is_absent.sum(axis=-1) + _SIZE_WEIGHT * np.minimum(room, 0) ** 2
-
     width = int(np.clip(_DIVISIONS_TRIED // max(len(order), 1), *_WIDTHS))
     steps = []  # of each source: which previous division each division continues, and the source's part in it
     for number, source in enumerate(order):
         total = total + rows[source]
-        costs_before = cost(sums, room)
-        costs_after = cost(sums + rows[source], room - image_counts[source])  # of a part that gets the source
+        fair_sums = shares[:, None] * total
+        costs_before = _costs_of_parts(sums, fair_sums, shares, room)
+        sums_after, room_after = sums + rows[source], room - image_counts[source]  # of a part that gets the source
+        costs_after = _costs_of_parts(sums_after, fair_sums, shares, room_after)
         costs = costs_before.sum(axis=1, keepdims=True) - costs_before + costs_after
         is_empty = room == sizes
         must_fill = is_empty.sum(axis=1, keepdims=True) >= len(order) - number
@@ -208,6 +211,16 @@ def _deal_sources(
         room[chosen] -= image_counts[source]
 
     return _parts_of_best(steps)
+
+
+def _costs_of_parts(sums: np.ndarray, fair_sums: np.ndarray, shares: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """How far each part of each division is from its share, (divisions, parts), see `divide_images`.
+
+    `sums`, `room`: see `_deal_sources`. `fair_sums`: what the sums were if all parts were alike, (parts, columns).
+    """
+    is_absent = sums[..., : sums.shape[-1] // 2] < 1e-6
+    chi_square = ((sums - fair_sums) ** 2).sum(axis=-1) / shares
+    return chi_square + is_absent.sum(axis=-1) + _SIZE_WEIGHT * np.minimum(room, 0) ** 2
 
 
 def _parts_of_best(steps: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[int]:

@@ -107,6 +107,7 @@ def draw_street(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_sky(view: View, rng: np.random.Generator) -> None:
+    """Draw sky and clouds, then houses and trees at the far end of the street."""
     top = np.array([[90, 140, 205], [150, 160, 172], [196, 204, 212], [120, 150, 190]])[rng.integers(4)]
     share = np.linspace(0, 1, view.height)[:, None, None] ** 0.7
     view.image[:] = np.clip(top + (view.haze - top) * share * 1.3, 0, 255)
@@ -114,7 +115,7 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
         centre = (rng.uniform(0, view.width), rng.uniform(0, view.horizon * 0.8))
         view.ellipse(centre, (rng.uniform(20, 70), rng.uniform(4, 12)), (view.haze * 1.1).clip(0, 255).tolist(), None)
     x = -60.0
-    while x < 60:  # the far end of the street
+    while x < 60:
         width, height = rng.uniform(6, 16), rng.uniform(3, 11)
         left, top_row = view.pixel(x, height, 95)
         right, bottom = view.pixel(x + width, 0, 95)
@@ -180,6 +181,7 @@ def _draw_lots(view: View, rng: np.random.Generator, side: int, edges: tuple[flo
 
 
 def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: float, z1: float) -> None:
+    """Draw a house from `z0` to `z1`, `x` metres from the middle; with windows, unless it is far away."""
     wall = np.array(_FACADES[rng.integers(len(_FACADES))]) * rng.uniform(0.8, 1.1)
     height = 3.0 * rng.integers(2, 6) + 1.0
     light = view.sun[(side + 1) // 2]
@@ -212,6 +214,7 @@ def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None
 
 
 def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    """Trees, signs, lights, lamps and bins on the sidewalks."""
     placed: list[_Placed] = []
     for side, (road, walk, _) in sides.items():
         for z in _steps(rng.uniform(8, 14), 45, rng.uniform(8, 16)):
@@ -225,6 +228,7 @@ def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
 
 
 def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    """Cars on both lanes, and parked ones along wide roads."""
     placed = [(z, sides[1][0] * 0.4) for z in _steps(rng.uniform(9, 30), 50, rng.uniform(9, 20))]
     placed += [(z, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
@@ -235,6 +239,7 @@ def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
 
 
 def _walkers(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    """Persons on the sidewalks, and sometimes one on the road."""
     placed = []
     for side, (road, walk, _) in sides.items():
         for _ in range(rng.integers(1, 4)):
@@ -245,6 +250,7 @@ def _walkers(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
 
 
 def _draw_bonnet(view: View, rng: np.random.Generator) -> None:
+    """Draw the bonnet of the car that carries the camera."""
     centre = (view.width / 2 + rng.uniform(-20, 20), view.height)
     axes = (view.width * rng.uniform(0.4, 0.6), view.height * rng.uniform(0.05, 0.1))
     view.ellipse(centre, axes, (np.array([44, 46, 52]) * rng.uniform(0.7, 2.0)).tolist(), EGO)
@@ -354,7 +360,7 @@ def expose(view: View, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray
     """Average down to the finished size, then add material grain, light and shade, a colour tint and sensor noise."""
     size = (_WIDTH, _HEIGHT)
     image = cv2.resize(view.image, size, interpolation=cv2.INTER_AREA).astype(np.float32)
-    label = np.ascontiguousarray(view.label[_FINER // 2 :: _FINER, _FINER // 2 :: _FINER])
+    label = np.ascontiguousarray(view.label[_FINER // 2 :: _FINER, _FINER // 2 :: _FINER])  # of pixels' middles
     strength = np.full(256, 0.05, np.float32)
     for material, amount in _GRAIN.items():
         strength[material] = amount

@@ -44,11 +44,7 @@ def synthetic(
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
     settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
-    if root:
-        folder = Path(os.path.expanduser(root))
-    else:
-        cache = require_cache_folder("the synthetic dataset", "give data.root=DIR, a new folder")
-        folder = cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
+    folder = Path(os.path.expanduser(root)) if root else _folder_in_cache(images, seed)
     if not (folder / _MARKER).is_file():
         if not draw:
             raise ValueError(
@@ -58,6 +54,11 @@ def synthetic(
     _check_settings(folder, settings)
     dataset = cityscapes(folder, split)
     return replace(dataset, name="synthetic", table=replace(dataset.table, absent=_UNDRAWN))
+
+
+def _folder_in_cache(images: tuple[int, int], seed: int) -> Path:
+    cache = require_cache_folder("the synthetic dataset", "give data.root=DIR, a new folder")
+    return cache / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
 
 
 def _check_settings(folder: Path, settings: dict) -> None:

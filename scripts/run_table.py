@@ -30,7 +30,7 @@ from engine.process import plugins
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
 from engine.schema.additions import Plugins
-from engine.schema.data import SegmentationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import CHOICES, key, override
 from engine.training import planner
 from models.checkpoints.released_files import released_file
@@ -199,15 +199,20 @@ def check_files(arguments: RunTable) -> None:
         if not released_file(file):
             with plugins.errors_named(f"weights={{{name}: {path}}}"):
                 checkpoint.read(file)
-    firsts = {papers.configured_as(name).data.name: name for name in papers.experiments_of(arguments.table)}
+    by_data = {papers.configured_as(name).data.name: name for name in papers.experiments_of(arguments.table)}
     for name, root in (arguments.roots or {}).items():
-        if name in firsts:
-            data = papers.configured_as(firsts[name], override("data.root", root), *arguments.overrides).data
-            find: Any = assemble.labelled_splits if isinstance(data, SegmentationData) else assemble.classified_splits
-            shortfalls = assemble.shortfalls(data, *find(data))
-            if shortfalls and not data.incomplete:
-                cure = "get the rest, or give overrides=[data.incomplete=true]"
-                raise ValueError(f"roots={{{name}: {root}}}: {'; '.join(shortfalls)}: {cure}")
+        if name in by_data:
+            config = papers.configured_as(by_data[name], override("data.root", root), *arguments.overrides)
+            check_images(config.data, f"roots={{{name}: {root}}}")
+
+
+def check_images(data: Data, argument: str) -> None:
+    """ValueError, beginning with `argument`, if images are missing, or the data cannot be read."""
+    find: Any = assemble.labelled_splits if isinstance(data, SegmentationData) else assemble.classified_splits
+    shortfalls = assemble.shortfalls(data, *find(data))
+    if shortfalls and not data.incomplete:
+        cure = "get the rest, or give overrides=[data.incomplete=true]"
+        raise ValueError(f"{argument}: {'; '.join(shortfalls)}: {cure}")
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:

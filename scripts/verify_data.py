@@ -94,15 +94,10 @@ def check_split(
     config: Data, split: str, official_images: int | None, workers: int | None, console: Console
 ) -> SplitReport:
     """Inspect a whole split. ValueError: there is no such folder."""
-    dataset: SegmentationDataset | ClassificationDataset
     try:
-        if isinstance(config, ClassificationData):
-            dataset = assemble.classified_split(config, split)
-            if len(dataset.classes) != assemble.official_classes(config):  # other images in ImageNet's layout
-                official_images = None
-        else:
-            assert isinstance(config, SegmentationData), config
-            dataset = assemble.dataset(config, split, draw=config.root is None)
+        dataset = open_split(config, split)
+        if isinstance(config, ClassificationData) and len(dataset.classes) != assemble.official_classes(config):
+            official_images = None  # other images in ImageNet's layout
         with counted(console, f"checking {dataset.name} {split}") as progress:
             inspection = inspect(dataset, workers, progress)
     except ValueError as error:
@@ -123,6 +118,14 @@ def check_split(
     counts = zip(dataset.classes, pixels, inspection.holding, strict=False)  # all ids have a count
     classes = {name: {"pixels": count, "labels": labels} for name, count, labels in counts}
     return report._replace(classes=classes, ignored_pixels=pixels[255])
+
+
+def open_split(config: Data, split: str) -> SegmentationDataset | ClassificationDataset:
+    """A split, with pictures that are drawn only in the cache folder. ValueError: it cannot be opened."""
+    if isinstance(config, ClassificationData):
+        return assemble.classified_split(config, split)
+    assert isinstance(config, SegmentationData), config
+    return assemble.dataset(config, split, draw=config.root is None)
 
 
 def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> None:
