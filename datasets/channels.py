@@ -53,10 +53,11 @@ def stored_values(file: Stored, turned: bool, channels: int, shallow: bool = Fal
 
     ValueError: see `decode`.
     """
-    may_be_deep = turned  # with 16 bits
     if file.is_png_or_jpeg:
-        may_be_deep = file.png_kind is not None and file.png_kind[0] == 16
-    if not (shallow or may_be_deep):
+        may_have_16_bits = file.png_kind is not None and file.png_kind[0] == 16
+    else:
+        may_have_16_bits = turned
+    if not (shallow or may_have_16_bits):
         return None
     if channels == COLOURS and file.format != "array":
         values = reading.decode_values(file, turned=turned, is_deep=True)

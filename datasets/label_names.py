@@ -120,7 +120,10 @@ class LabelNames(NamedTuple):
         return None
 
     def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
-        """The folder and the suffix of most files that begin as these images do; empty for less than a quarter."""
+        """The folder of most files that are called after the first images, and the suffix that follows their names.
+
+        Both are empty if fewer than a quarter of these images have such files.
+        """
         wanted = [*images][:50]
         counts = Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):

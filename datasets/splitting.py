@@ -242,8 +242,7 @@ def source_prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]
     Returns a regular expression whose first group finds it, and the number of names that begin so; "" and none if no
     beginning may be a source.
     """
-    first = ("", Counter[str]())
-    are_enough = False
+    candidates = []
     beginning = r"\D*"
     for _ in range(min(len(re.findall(r"\d+", name)) for name in names)):
         pattern = rf"^({beginning})\d"
@@ -251,6 +250,6 @@ def source_prefixes(names: Sequence[str], parts: int) -> tuple[str, Counter[str]
         matches = filter(None, (re.search(pattern, name) for name in names))
         counts = Counter(match[1] for match in matches)
         if parts <= len(counts) <= len(names) / 2:
-            first = first if first[0] else (pattern, counts)
-            are_enough = are_enough or len(counts) >= 2 * parts
-    return first if are_enough else ("", Counter())
+            candidates.append((pattern, counts))
+    are_enough = any(len(counts) >= 2 * parts for _, counts in candidates)
+    return candidates[0] if are_enough else ("", Counter())

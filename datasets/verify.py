@@ -24,7 +24,7 @@ from datasets.file_list import readable
 from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
 from datasets.reading import label_palette
 from datasets.segmentation import SegmentationDataset, restorable
-from datasets.stored import COLOURS, Stored, read
+from datasets.stored import COLOURS, SWAPS_SIDES, Stored, read
 from datasets.workers import Progress, map_in_order
 
 _CHECKS = 12  # increment when the checks change: all data is then checked again
@@ -352,8 +352,10 @@ def _note_label(dataset: SegmentationDataset, index: int, file: Stored | None, s
     if file is None or seen.size is None:
         return
     width, height = seen.size
-    if dataset.turned and file.orientation in range(2, 9 if width == height else 5):
-        seen.notes["turned"] = 1  # and its size does not say whether its label is, too
+    if dataset.turned and file.orientation != 1:
+        swaps_different_sides = file.orientation in SWAPS_SIDES and width != height
+        if not swaps_different_sides:  # otherwise the label's size tells whether it is turned, too
+            seen.notes["turned"] = 1
     with seen.noting_problems("sizes differ"):
         dataset.check_size(entry, seen.size, label.shape[::-1])
 

@@ -116,10 +116,16 @@ class MakeClasses:
             raise ValueError("add=true needs the split or folds, and the group, that wrote the lists")
         if self.group is not None and not self.parts():
             raise ValueError(f"group={self.group} needs split or folds, such as folds=5")
-        with suppress(re.error):
-            if self.group is None or re.compile(self.group).groups:
-                return
-        raise ValueError(f"group={self.group}: expected a regular expression with a group, such as '^(.*)_'")
+        if self.group is not None and not has_group(self.group):
+            raise ValueError(f"group={self.group}: expected a regular expression with a group, such as '^(.*)_'")
+
+
+def has_group(pattern: str) -> bool:
+    """Whether a text is a regular expression that has a group."""
+    try:
+        return re.compile(pattern).groups > 0
+    except re.error:
+        return False
 
 
 @dataclass

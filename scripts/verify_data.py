@@ -161,6 +161,7 @@ def show_problems(reports: Mapping[str, SplitReport], console: Console) -> None:
         for kind, messages in report.problems.items():
             console.print(f"{split}: {kind}, {len(messages)}:", style="bold red")
             for message in first_lines(messages):
+                # As `Layout.error` writes it: a problem, the expected layout and the fix.
                 problem, layout, explanation = message.partition("\nExpected layout")
                 fix = "".join(explanation.rpartition("\nFix: ")[1:]) if layout else ""
                 text = problem + fix if layout_is_known else message
