@@ -43,10 +43,10 @@ def network_and_example(name: str, on_meta: bool = False) -> tuple[nn.Module, An
     try:
         with torch.device("meta") if on_meta else nullcontext():
             returned = function()
-    except Exception as error:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
-        if not on_meta:
-            raise one_line_error(error, name) from error
-        return network_and_example(name)
+    except Exception as error:  # the user's code may raise anything, and meta tensors do where values are needed
+        if on_meta:
+            return network_and_example(name)
+        raise one_line_error(error, name) from error
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], nn.Module):
         values = returned if isinstance(returned, tuple) else (returned,)
         kinds = [type(value).__name__ for value in values]

@@ -66,6 +66,7 @@ def parts_with_forward(network: nn.Module, prefix: str = "") -> dict[str, nn.Mod
 
 
 def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward pass that does not only raise, as PyTorch's and Lightning's base classes have."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return "forward" in vars(module) or (owner is not nn.Module and owner.__name__ != "LightningModule")
 

@@ -150,12 +150,16 @@ class _Loss(torch.autograd.Function):
                 else:
                     counts = len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
                 shares = weights / counts
-                losses = tiles.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
+                # A share is 0 / 0 if all pixels are ignored.
+                losses = tiles.losses_and_gradient(gradient, shares.where(is_class, 0))
                 value = (losses * weights / counts).sum()
             else:
-                value, chosen = mean_of_largest(tiles.losses().mul_(weights).flatten(1), fraction)
+                # Without a name for the losses, whose memory would else be held to the end.
+                value, shares = mean_of_largest(
+                    tiles.losses_and_gradient(None, None).mul_(weights).flatten(1), fraction
+                )
                 if gradient is not None:
-                    tiles.losses(gradient, chosen.view_as(weights) * weights)
+                    tiles.losses_and_gradient(gradient, shares.view_as(weights) * weights)
         ctx.save_for_backward(logits.new_empty(0) if gradient is None else gradient)
         ctx.dtype = logits.dtype
         return value
@@ -203,8 +207,11 @@ class _Tiles:
         limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
         self.rows_per_tile = max(1, limit // (classes * size[1] * self.dtype.itemsize))
 
-    def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
-        """The loss of every pixel, (N, H, W). Adds the gradient of their sum, weighted by `shares`, to `gradient`."""
+    def losses_and_gradient(self, gradient: Tensor | None, shares: Tensor | None) -> Tensor:
+        """Compute the loss of every pixel, (N, H, W), and add the gradient of their weighted sum to `gradient`.
+
+        `shares`: the weights in this sum. Without both, losses alone are computed.
+        """
         losses = torch.empty_like(self.labels, dtype=self.dtype)
         crops = self.logits
         row_count = losses.shape[1]

@@ -21,7 +21,7 @@ from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
 from ..torch_internals import BatchNormBase
 from .activated import ACTIVATIONS, Merged, activation_of, hand_over, hands_over, is_customised, merge
-from .readers import KINDS, Calls, activation_after, runs_in_order, traced_calls
+from .readers import KINDS, Calls, activation_after, check_not_overwritten, runs_in_order, traced_calls
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -138,11 +138,16 @@ def _layer_text(layer: Any) -> str:
 def _in_place_layer(layer: Any, calls: Calls, relu_slope: float | None) -> InPlaceABN:
     """The in-place layer for a norm and the activation that it has, or that follows it in all traced `calls`."""
     _check_plain(layer)
-    has_activation = isinstance(layer, ABN) or type(timm_activation(layer)) not in (type(None), nn.Identity)
-    if not calls and not has_activation:
+    following: list[nn.Module | None] = []  # modules; None: a convolution
+    if isinstance(layer, ABN) or type(timm_activation(layer)) not in (type(None), nn.Identity):
+        for call in calls:
+            check_not_overwritten(*call)
+        activation = _own_activation(layer)
+    elif calls:
+        following = [activation_after(*call) for call in calls]
+        activation = _following_activation(following)
+    else:
         raise ValueError("no traced code calls it")
-    following = [activation_after(*call, has_activation) for call in calls]  # modules; None: a convolution
-    activation = _included_activation(layer, has_activation, following)
     if activation.name == "relu":
         if relu_slope is None:
             raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
@@ -157,16 +162,22 @@ def _in_place_layer(layer: Any, calls: Calls, relu_slope: float | None) -> InPla
     return new
 
 
-def _included_activation(layer: Any, has_activation: bool, following: Sequence[nn.Module | None]) -> Activation:
-    """The activation that a norm includes, or else the one that follows it. ValueError: there is no single one."""
-    activations = {None if module is None else activation_of(module) for module in following}
+def _following_activation(modules: Sequence[nn.Module | None]) -> Activation:
+    """The activation that these modules after a norm's calls compute; None stands for a convolution.
+
+    ValueError: they differ.
+    """
+    activations = {None if module is None else activation_of(module) for module in modules}
     if len(activations) > 1:
-        names = ", ".join("a convolution" if module is None else type(module).__name__ for module in following)
+        names = ", ".join("a convolution" if module is None else type(module).__name__ for module in modules)
         raise ValueError(f"its calls are followed by {names}")
+    return activations.pop() or Activation("identity", 0.01)
+
+
+def _own_activation(layer: Any) -> Activation:
+    """The activation of a layer of ours or timm's. ValueError: an in-place layer does not compute it."""
     if isinstance(layer, ABN):
         return Activation(layer.activation, layer.activation_param)
-    if not has_activation:
-        return activations.pop() or Activation("identity", 0.01)
     timms_activation: Any = timm_activation(layer)
     activation = activation_of(timms_activation)
     if activation is None:
@@ -184,7 +195,10 @@ def timm_activation(layer: nn.Module) -> nn.Module | None:
 
 
 def _standard_layer(places: Places, layer: ABN, sync: bool) -> nn.Module | None:
-    """PyTorch's norm and activation for one of our layers; or an `ABN`; None if it already is one."""
+    """PyTorch's norm and activation for one of our layers; or an `ABN`; None if it already is one.
+
+    An activation that an nn.Sequential calls after the norm is put back there. The norm is then returned alone.
+    """
     _check_plain(layer)
     sync = sync and layer.sync
     following = _place_of_merged(places, layer)

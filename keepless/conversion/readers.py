@@ -90,28 +90,44 @@ def runs_in_order(module: nn.Module) -> bool:
     return is_plain and "forward" not in vars(module)
 
 
-def activation_after(output: fx.Node, modules: dict[str, nn.Module], has_activation: bool) -> nn.Module | None:
-    """The activation that alone reads the output of a norm; None if a convolution does, or the norm has one itself.
+def activation_after(norm: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """The activation that alone reads the output of a norm; None if a convolution reads it.
 
-    ValueError: other code reads the output, or overwrites what an in-place layer keeps.
+    ValueError: neither does, or other code overwrites what an in-place layer keeps.
     """
-    users = list(output.users)
-    readers = [_module(user, modules) for user in users]  # modules; None: other code
-    user = users[0] if users else output
-    reader = readers[0] if readers else None
-    is_alone = len(users) == 1 and user.args == (output,) and not user.kwargs
-    if is_alone and type(reader) is nn.Identity and not is_customised(reader):
-        return activation_after(user, modules, has_activation)
-    is_merged = is_alone and not has_activation and reader is not None and activation_of(reader) is not None
-    if not is_merged and not has_activation and not any(isinstance(module, CONVOLUTIONS) for module in readers):
-        names = ", ".join(_name(node, modules) for node in users) or "nothing"
+    output = _behind_identities(norm, modules)
+    only_user = _only_user(output)
+    activation = None if only_user is None else _module(only_user, modules)
+    if only_user is not None and activation is not None and activation_of(activation) is not None:
+        check_not_overwritten(only_user, modules)
+        return activation
+    if not any(isinstance(_module(user, modules), CONVOLUTIONS) for user in output.users):
+        names = ", ".join(_name(user, modules) for user in output.users) or "nothing"
         raise ValueError(f"its output goes to {names}: expected an activation module alone, or a convolution")
-    _check_not_overwritten(user if is_merged else output, modules)
-    return reader if is_merged else None
+    check_not_overwritten(output, modules)
+    return None
 
 
-def _check_not_overwritten(kept: fx.Node, modules: dict[str, nn.Module]) -> None:
-    """Raise ValueError if the code that reads the output which an in-place layer keeps writes over it."""
+def _behind_identities(output: fx.Node, modules: dict[str, nn.Module]) -> fx.Node:
+    """The output, or the result of the last of the nn.Identity modules that alone read it one after the other."""
+    user = _only_user(output)
+    module = None if user is None else _module(user, modules)
+    if user is None or type(module) is not nn.Identity or is_customised(module):
+        return output
+    return _behind_identities(user, modules)
+
+
+def _only_user(output: fx.Node) -> fx.Node | None:
+    """The call that alone reads an output, and has no other argument; None if there is none."""
+    if len(output.users) != 1:
+        return None
+    (user,) = output.users
+    return user if user.args == (output,) and not user.kwargs else None
+
+
+def check_not_overwritten(output: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Raise ValueError if the code that reads an output which an in-place layer keeps writes over it."""
+    kept = _behind_identities(output, modules)
     for user in kept.users:
         name = _name(user, modules)
         is_inplace = user.kwargs.get("inplace") or getattr(_module(user, modules), "inplace", False)

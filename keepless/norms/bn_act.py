@@ -87,7 +87,7 @@ class BatchNormActivation(torch.autograd.Function):
                 z = z if overwrite else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
-        # `kept` includes z from its recomputation until this node's backward pass.
+        # `kept`: the backward inputs with z, from its recomputation until this node's backward pass.
         ctx.arguments = arguments
         ctx.strategy = strategy
         ctx.kept = None

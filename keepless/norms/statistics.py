@@ -40,17 +40,14 @@ def renew_statistics(
     calls = dict.fromkeys(norms, 0)
 
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give the norm's calls, this one included, equal weights. Its first one forgets the old statistics."""
+        """Hook before a call: give the norm's calls up to this one equal weights, and old statistics none."""
         x = args[0] if args else next(iter(kwargs.values()))
         if not x.numel() and not (getattr(norm, "sync", False) and synchronised_group(norm.group)):
             return  # it has no statistics
         calls[norm] += 1
         norm.momentum = 1 / calls[norm]
         if calls[norm] == 1:
-            for buffer in (norm.running_mean, norm.running_var):
-                buffer.nan_to_num_(0, 0, 0)  # a momentum of 1 would keep NaN
-            if getattr(norm, "num_batches_tracked", None) is not None:
-                norm.num_batches_tracked.zero_()
+            _make_replaceable(norm)
 
     network.eval()
     minibatch_count = 0
@@ -69,9 +66,24 @@ def renew_statistics(
         network.eval()
     if not minibatch_count:
         raise ValueError("renew_statistics got no minibatch, so all statistics are old: is a generator used up?")
+    _average_over_ranks(norms)
+
+
+def _make_replaceable(norm: Any) -> None:
+    """Let a call with a momentum of 1 replace a norm's statistics (NaN would stay), and count from there on."""
+    for statistics in (norm.running_mean, norm.running_var):
+        statistics.nan_to_num_(0, 0, 0)
+    if getattr(norm, "num_batches_tracked", None) is not None:
+        norm.num_batches_tracked.zero_()
+
+
+def _average_over_ranks(norms: Iterable[Any]) -> None:
+    """Replace the running statistics of norms by their averages over all processes, if there are several."""
     group = synchronised_group(None)
-    if group is not None:
-        for statistics in [statistics for norm in norms for statistics in (norm.running_mean, norm.running_var)]:
+    if group is None:
+        return
+    for norm in norms:
+        for statistics in (norm.running_mean, norm.running_var):
             dist.all_reduce(statistics, group=group)
             statistics.div_(dist.get_world_size(group))
 

@@ -101,7 +101,7 @@ class Update(NamedTuple):
                 values = half.undo(halves[target].detach(), detached(output))
             return half.with_target(halves, _with_dtype(values, properties.dtypes[target]))
 
-        if half.combine_saves:  # a product saves its factors
+        if half.combine_saves:  # a product saves its factors, for which the slots wait
             half.combine(properties.recreate(undone(), any_layout=target)[target], output)
         return undone
 
@@ -178,7 +178,7 @@ class Boundary:
             return tuple(kept.get().detach() for kept in self.kept)
         assert self.restored is not None
         values = self.restored
-        if self.following is not None or not keeps_graph():
+        if self.following is not None or not keeps_graph():  # they can be restored again, or nothing reads them again
             self.restored = None
         return values
 

@@ -56,7 +56,8 @@ class Checksum:
         is_low = torch.is_autocast_enabled(tensor.device.type)
         tolerance = _LOW_PRECISION if is_low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
         limit = tolerance * first[1].clamp(min=1e-30)
-        if not torch.isnan(first).any() and not bool((repeated - first).abs().max() <= limit):
+        is_close = bool((repeated - first).abs().max() <= limit)  # not if it has become NaN
+        if not is_close and not torch.isnan(first).any():
             names = ", ".join(type(module).__name__ for module in self.modules)
             raise RuntimeError(
                 f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "

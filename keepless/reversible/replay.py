@@ -323,12 +323,11 @@ class State:
             attributes[part] = {**not_plain, **plain, "_buffers": {**part._buffers}}
         copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
         for buffer in self.buffers:
-            start = buffer.start
-            if start is None and buffer.tensor is not None:
-                start = buffer.present()
-            if start is not None:
-                start = copies.setdefault(id(buffer.tensor), start.clone())
-            attributes[buffer.owner]["_buffers"][buffer.name] = start
+            source = buffer.present() if buffer.start is None else buffer.start
+            copy = None
+            if buffer.tensor is not None and source is not None:
+                copy = copies.setdefault(id(buffer.tensor), source.clone())
+            attributes[buffer.owner]["_buffers"][buffer.name] = copy
         with with_attributes(attributes):
             yield
         for parameter in watched:

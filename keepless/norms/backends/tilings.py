@@ -48,20 +48,21 @@ class Tiling(NamedTuple):
         return 1 << (exponent + exponent % 2)
 
     def with_parts_for(self, resident_programs: int) -> "Tiling":
-        """The same tiles, in parts that suit a device on which so many programs are resident.
-
-        Only for contiguous tensors: a channels_last program combines the parts of all its channels, so more parts cost
-        more than they gain.
-        """
-        if self.shape[2] == 1:
-            return self
+        """The same tiles, in parts that suit a device on which so many programs are resident."""
         tiles = _cdiv(self.shape[0], self.tile[0]) * _cdiv(self.shape[2], self.tile[2])
-        work = tiles * self.blocks
-        most = max(1, min(8, work // resident_programs), work // (4 * resident_programs))
         least = _cdiv(tiles, MAX_PARTS)
-        shares = range(max(least, most // 2), max(least, most) + 1)
-        share = _fastest_share(shares, tiles, self.blocks, resident_programs)
-        return self._replace(tiles_per_part=share, parts=_cdiv(tiles, share))
+        choices: Sequence[int]  # tiles per part
+        if self.shape[2] == 1:
+            # channels_last: a program combines the parts of all its channels, so more parts cost more than they gain.
+            # One wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
+            parts_of_waves = [max(1, waves * resident_programs // self.blocks) for waves in (1, 2, 3, 4)]
+            choices = [max(_cdiv(tiles, parts), least) for parts in parts_of_waves]
+        else:
+            work = tiles * self.blocks
+            most = max(1, min(8, work // resident_programs), work // (4 * resident_programs))
+            choices = range(max(least, most // 2), max(least, most) + 1)
+        tiles_per_part = _fastest_division(choices, tiles, self.blocks, resident_programs)
+        return self._replace(tiles_per_part=tiles_per_part, parts=_cdiv(tiles, tiles_per_part))
 
 
 def takes_whole_channels(shape: tuple[int, int, int]) -> bool:
@@ -85,42 +86,55 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     if length >= 2**31:  # kernels count the pixels of a map in 32 bits
         raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
-    align = math.gcd(length, vector)
-    threads, resident, per_thread, block_c = _program_limits(length, c, itemsize, reads, whole)
+    limits = _program_limits(length, c, itemsize, reads, whole)
+    programs = limits.resident * processors
+    tile = _tile(shape, vector, limits, programs, whole)
+    size = math.prod(tile)
+    threads = max(32, min(limits.threads, size // (limits.per_thread if whole else vector)))
+    block_n, _, block_l = tile
+    in_one_part = Tiling(
+        shape=shape,
+        align=math.gcd(length, vector),
+        tile=tile,
+        num_warps=threads // 32,
+        resident=limits.threads // threads if whole else limits.resident,
+        fold=max(1, size // (threads * vector)),
+        tiles_per_part=_cdiv(n, block_n) * _cdiv(length, block_l),
+        parts=1,
+    )
+    return in_one_part if whole else in_one_part.with_parts_for(programs)
+
+
+class _Limits(NamedTuple):
+    """What a program of a kernel may use."""
+
+    threads: int  # at most
+    resident: int  # programs on a multiprocessor at once
+    per_thread: int  # elements of a tile
+    channels: int
+
+
+def _tile(
+    shape: tuple[int, int, int], vector: int, limits: _Limits, programs: int, whole: bool
+) -> tuple[int, int, int]:
+    """The tile of a step. `vector`: elements of 128 bits. `programs`: resident on the device."""
+    n, c, length = shape
+    block_c = limits.channels
     # The widest tile that covers L with at most an eighth of overhang; otherwise the narrowest.
     widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
     block_l = next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
-    block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
+    block_n = min(_power_of_2(n), max(1, limits.threads * limits.per_thread // (block_c * block_l)))
     while block_n > 1 and block_n * c * length >= 2**31:  # offsets within a tile have 32 bits
         block_n //= 2
-    blocks = _cdiv(c, block_c)
-    programs = resident * processors
     if length == 1 and not whole:  # four tiles per program, if each thread still gets a vector
-        while block_n * block_c > threads * vector and _cdiv(n, block_n) < 4 * _cdiv(programs, blocks):
+        least_tiles = 4 * _cdiv(programs, _cdiv(c, block_c))
+        while block_n * block_c > limits.threads * vector and _cdiv(n, block_n) < least_tiles:
             block_n //= 2
-    size = block_n * block_c * block_l
-    most_threads = threads
-    threads = max(32, min(threads, size // (per_thread if whole else vector)))
-
-    tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
-    # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
-    shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
-    share = tiles if whole else _fastest_share(shares, tiles, blocks, programs)
-    shared = Tiling(
-        shape=shape,
-        align=align,
-        tile=(block_n, block_c, block_l),
-        num_warps=threads // 32,
-        resident=most_threads // threads if whole else resident,
-        fold=max(1, size // (threads * vector)),
-        tiles_per_part=share,
-        parts=_cdiv(tiles, share),
-    )
-    return shared if whole else shared.with_parts_for(programs)
+    return block_n, block_c, block_l
 
 
-def _program_limits(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple[int, int, int, int]:
-    """Most threads of a program, programs resident on a multiprocessor, elements per thread in a tile, and channels.
+def _program_limits(length: int, c: int, itemsize: int, reads: int, whole: bool) -> _Limits:
+    """The limits of a kernel's programs. Arguments as for `tiling`.
 
     On an H100 each multiprocessor moves 25 GB/s and waits about 0.7 us for memory, so 18 KB of requests must be in
     flight, and about twice as much with pauses for arithmetic. Resident threads request 64 bytes of each tensor: at
@@ -144,22 +158,26 @@ def _program_limits(length: int, c: int, itemsize: int, reads: int, whole: bool)
     if length > 1:
         per_thread = min(per_thread, accesses * math.gcd(length, 16 // itemsize))
     if whole:
-        return most_threads, 1, per_thread, 1 if length > 1 else min(_power_of_2(c), 32 // itemsize)
+        channels = 1 if length > 1 else min(_power_of_2(c), 32 // itemsize)
+        return _Limits(most_threads, resident=1, per_thread=per_thread, channels=channels)
     if length > 1:
-        return 128, 5 if reads == 1 else 4, per_thread, 1
-    return most_threads, 1, per_thread, min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
+        return _Limits(threads=128, resident=5 if reads == 1 else 4, per_thread=per_thread, channels=1)
+    channels = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
+    return _Limits(most_threads, resident=1, per_thread=per_thread, channels=channels)
 
 
-def _fastest_share(shares: Sequence[int], tile_count: int, block_count: int, resident_programs: int) -> int:
-    """The share (tiles per part) with which a kernel finishes all blocks first, if starting a program costs a tile.
+def _fastest_division(choices: Sequence[int], tile_count: int, block_count: int, resident_programs: int) -> int:
+    """The tiles per part with which a kernel finishes all blocks first, if starting a program costs as much as a tile.
 
-    The largest share wins a tie.
+    The most tiles win a tie.
     """
 
-    def waves(share: int) -> int:
-        return _cdiv(block_count * _cdiv(tile_count, share), resident_programs)
+    def duration(tiles_per_part: int) -> int:
+        """In the time for a tile: waves of programs that run after each other, times that of one program."""
+        waves = _cdiv(block_count * _cdiv(tile_count, tiles_per_part), resident_programs)
+        return waves * (tiles_per_part + 1)
 
-    return min(shares, key=lambda share: (waves(share) * (share + 1), -share))
+    return min(choices, key=lambda tiles_per_part: (duration(tiles_per_part), -tiles_per_part))
 
 
 def _cdiv(number: int, divisor: int) -> int:

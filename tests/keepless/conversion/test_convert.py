@@ -275,6 +275,11 @@ LEFT = {
     "only summed": (lambda b, y: y + 1, "goes to add"),
     "sum in place": (lambda b, y: b.act(y.add_(1)), "goes to add_"),
     "result overwritten": (lambda b, y: operator.iadd(b.act(y), 1), "iadd overwrites the output"),
+    "identity overwritten": (
+        lambda b, y: operator.iadd(b.pass_on(b.act(y)), 1),
+        "iadd overwrites the output",
+        dict(pass_on=nn.Identity()),
+    ),
     "dropout in place": (lambda b, y: b.tanh(b.act(y)), "Dropout overwrites", dict(tanh=nn.Dropout(inplace=True))),
     "conv and sum in place": (lambda b, y: operator.iadd(y, b.last(y)), "iadd overwrites the output"),
     "called twice": (lambda b, y: b.norm(b.act(y)).tanh(), "goes to tanh"),
