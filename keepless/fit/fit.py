@@ -110,7 +110,8 @@ def fit(
 def limits(memory: int | str, optimizer: str | float, grow: str | None, time: float | None) -> tuple[int, float]:
     """Bytes for tensors, and the longest step within a budget. ValueError: one of the arguments is not valid."""
     check_optimizer(optimizer)
-    if time is not None and (grow is None or not is_number(time) or time is True or not time >= 1):
+    is_multiple = time is None or (is_number(time) and not isinstance(time, bool) and time >= 1)
+    if not is_multiple or (time is not None and grow is None):
         raise ValueError(f"time={shown(time)}, grow={shown(grow)}: expected at least 1.0, with grow='batch' or 'size'")
     return bytes_for_tensors(memory), math.inf if grow is None else time or _LONGEST
 

@@ -37,7 +37,8 @@ def check_growth(example: Any, along: str | None) -> None:
         raise ValueError(f"grow={shown(along)} with a list of tensors: expected a batch in one tensor; leave grow out")
     shape = shape_of(example)
     is_known = isinstance(along, str) and along in ("batch", "size")
-    if not is_known or 0 in shape or len(shape) < (1 if along == "batch" else 2):
+    least_dimensions = 1 if along == "batch" else 2
+    if not is_known or 0 in shape or len(shape) < least_dimensions:
         expected = "expected 'batch', or 'size' of images or texts, and no empty tensor"
         raise ValueError(f"grow={shown(along)} with an example of shape {shape}: {expected}")
 

@@ -192,7 +192,10 @@ def on_copy(
 def _deep_copies(
     network: Network, args: Any, kwargs: Any, sharded: list[tuple[nn.Module, nn.Module]], memo: dict[int, Any]
 ) -> tuple[Network, Any, Any]:
-    """Copy a network and its arguments. RuntimeError if that is impossible."""
+    """Copy a network and its arguments. RuntimeError if that is impossible.
+
+    Copies of DDP call their module alone. `sharded`: modules of FSDP2, each with an empty copy in the `memo`.
+    """
     parallel = [module for module in network.modules() if isinstance(module, DistributedDataParallel)]
     memo |= {id(module): object.__new__(DistributedDataParallel) for module in parallel}
     try:

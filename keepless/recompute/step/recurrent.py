@@ -62,7 +62,8 @@ def _resized_layer(operator: Operator, steps: int, sequences: int) -> Operator:
     shape: tuple[int, ...]
     arguments = list(operator.arguments)
     for i, argument in enumerate(arguments):
-        if isinstance(argument, TensorSpec) and i not in range(1, 5):  # the weights
+        is_weight = 1 <= i <= 4
+        if isinstance(argument, TensorSpec) and not is_weight:
             if argument.dtype is torch.uint8:
                 shape = (_workspace_bytes(_forward_of(arguments)) or 0,)
             else:

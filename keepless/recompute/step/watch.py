@@ -279,10 +279,10 @@ class Watch(Trace):
 
     def _note_copy(self, gradient: Tensor, memory: int | None) -> None:
         """Note that autograd has copied a gradient, which it would add to one that is there, and holds the copy."""
-        begin = len(self.events)
         if memory is None:  # it was copied outside of all modes
             memory = len(self.sizes)
             self.sizes.append(gradient.nbytes)
+            begin = len(self.events)
             self.events.append((Event.BUSY, -1))
         else:
             begin = self.events.index((Event.HOLD, memory))
