@@ -174,6 +174,11 @@ class ClassTable:
             hint = ""
             if self._look_like_train_ids(values, ids):
                 hint = f". They hold {ranges_text(values)}, which look like train ids; expected {ranges_text(ids)}"
+            elif values == {0, IGNORED} and IGNORED not in ids:
+                hint = (
+                    ". They hold 0 and 255 alone, and 255 is ignored: if these are masks, scripts.make_classes "
+                    "overwrite=true writes both as classes"
+                )
             doubts.append(f"no {images} shows {', '.join(names)}: check the labels and the classes{hint}")
         ignored = sorted(values - {*ids, *self.ignored})
         share = pixels[ignored].sum() / max(1, int(pixels.sum()))

@@ -409,11 +409,12 @@ def _label_decoder(table: ClassTable) -> Callable[[Stored, Window], np.ndarray]:
     """`_decode_ids` for labels of these classes: colours, or ids in one or three equal channels."""
     ids = table.label_colours or {0x010101 * number: number for number in table.label_ids}
     levels = [table.id_of_gray(gray) for gray in range(256)]
-    return partial(_decode_ids, ids, np.array(levels, np.uint8))
+    cure = "" if table.label_colours else f"; no class in {CLASSES} has a colour: scripts.make_classes overwrite=true"
+    return partial(_decode_ids, ids, np.array(levels, np.uint8), cure)
 
 
-def _decode_ids(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
-    """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}.
+def _decode_ids(ids: Mapping[int, int], levels: np.ndarray, cure: str, file: Stored, window: Window) -> np.ndarray:
+    """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}; `cure` ends the message on other colours.
 
     `levels`, uint8 (256,), maps gray values to ids: a value that is no id may be the gray that is a class's colour.
     """
@@ -425,7 +426,7 @@ def _decode_ids(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window
     foreign = np.unique(raw[colours[places] != raw])
     if foreign.size:
         named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])
-        raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}")
+        raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}{cure}")
     return np.array([ids.get(code, 0) for code in colours.tolist()], np.uint8)[places]
 
 

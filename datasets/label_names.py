@@ -116,7 +116,8 @@ class LabelNames(NamedTuple):
         for label_folder in filter(lambda path: _OF_LABELS.search(path.name), folders):
             if _are_numbered(images, list_files(label_folder, PHOTOGRAPHS, deep=True)):
                 options = self._as_options(image_folder=folder.name, label_folder=label_folder.name)
-                return f"call the images in {folder} as their labels, without _0000, and {options}"
+                then = f", and {options}" if options else ""
+                return f"call the images in {folder} as their labels, without _0000{then}"
         return None
 
     def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
@@ -147,8 +148,8 @@ class LabelNames(NamedTuple):
         """What lies in the place of the images' labels, perhaps one file for all, and how to make labels of it."""
         image_paths = {*images.values()}
         has_no_labels = not self.labels(above / self.folder)
-        folders = filter(Path.is_dir, above.iterdir())
-        for folder in sorted(folders, key=lambda path: (path.name != self.folder, path.name)):
+        folders = sorted(filter(Path.is_dir, above.iterdir()), key=lambda path: (path.name != self.folder, path.name))
+        for folder in (*folders, above):
             files = sorted({name for name, _ in files_in(folder) if folder / name not in image_paths})
             of_images = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
             for kind, (ends, cure) in _MADE_OF.items():

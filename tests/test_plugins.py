@@ -297,6 +297,7 @@ def test_a_trained_network_is_given_further_scores(loading):
             "empty",
             r"empty.py registers no choice by @choice\(GROUP\), and has no folder",
         ),
+        ("focal", "x = 1\n", "focal.Focal", r"Focal is no module in focal: give plugins=\[focal\], which is one"),
         ("absent", None, "absent", r"there is no absent.py or package absent in .*, nor where Python looks"),
         ("absent", None, "./absent.py", r"there is no such file, nor a package; expected a .py or a package's folder"),
         ("sys", None, "sys", r"sys is no file of Python code: expected a module of your own"),

@@ -84,6 +84,14 @@ class Messages:
         is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
         return not is_text and fits(value, declared)
 
+    def _groups_of_plugins(self) -> set[str]:
+        """The groups for which a plugin has registered a choice."""
+        groups = set()
+        for group in CHOICES.keys() & self.groups.keys() if LOADED else ():
+            if not all(kind.__module__.startswith("engine.") for kind in CHOICES[group].values()):
+                groups.add(group)
+        return groups
+
     def _answer(self, argument: Argument) -> Answer | None:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
         _, name, value, fault = argument
@@ -112,7 +120,7 @@ class Messages:
         advice = advice_about(name, value, self.keys, patterns=not same)
         if advice is None:
             return advice_about(value, "", self.keys) if fault == NO_VALUE else None
-        if LOADED and name in self.groups and advice.give is None:
+        if name.partition(".")[0] in self._groups_of_plugins():
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
         if name not in map(_last, same):
             return advice

@@ -99,7 +99,10 @@ def _imported(file: Path | None, name: str) -> ModuleType:
     try:
         return _import_from(file, name)
     except (Exception, SystemExit) as error:  # a module may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
+        parent, _, last = name.rpartition(".")
+        if isinstance(error, ModuleNotFoundError) and error.name in (name, parent):
+            if parent and _file_of(parent) is not None:
+                raise ValueError(f"{last} is no module in {parent}: give {KEY}=[{parent}], which is one") from error
             raise ValueError(
                 f"there is no {name}.py or package {name} in {Path.cwd()}, nor where Python looks; give its path"
             ) from error
