@@ -84,13 +84,7 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
     not_taken = {name for name in contract.optional if not takes_argument(factory, name)}
     unwanted = {*contract.on_request} - requested | not_taken
     names = [name for name in contract.bases[0].called_with if name not in unwanted]
-    first = names[:1]
-    named = [*names[1:], *keys, *extra, *requested]
-    try:
-        signature(factory).bind(*first, **dict.fromkeys(named))
-    except TypeError as error:
-        arguments = ", ".join([*first, *(f"{name}=" for name in named)])
-        raise ValueError(f"{_choice_text(group, kind)}, which must take ({arguments}): {error}") from error
+    _check_arguments(factory, names[:1], [*names[1:], *keys, *extra, *requested], _choice_text(group, kind))
     for method in contract.methods:
         if isinstance(factory, type) and not hasattr(factory, method):
             raise ValueError(f"{_choice_text(group, kind)}, which has no {method}(): expected {contract.gives}")
@@ -105,6 +99,15 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
         return product
 
     return build
+
+
+def _check_arguments(factory: Any, positional: list[str], named: list[str], choice_text: str) -> None:
+    """ValueError, which begins with `choice_text`: what builds the choice does not take these arguments."""
+    try:
+        signature(factory).bind(*positional, **dict.fromkeys(named))
+    except TypeError as error:
+        arguments = ", ".join([*positional, *(f"{name}=" for name in named)])
+        raise ValueError(f"{choice_text}, which must take ({arguments}): {error}") from error
 
 
 def check_choices(config: TrainingRun) -> None:

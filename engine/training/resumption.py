@@ -105,21 +105,30 @@ def check(config: TrainingRun) -> None:
         if parts:
             differ = f"debug=resume: {', '.join(parts[:3])} differ"
             again, _ = train(f"{folder}/again", Watch(steps))
-            first = _first_difference(whole, again, config)
-            if first:
+            first_of_again = _first_difference(whole, again, config)
+            if first_of_again:
                 cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
-                raise ValueError(f"{differ}, but two whole runs differ already: {first}. {cure}")
+                raise ValueError(f"{differ}, but two whole runs differ already: {first_of_again}. {cure}")
             first = _first_difference(whole, before_stop | after_stop, config)
-            cure = "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
-            if "augmentations=" in first:
-                cure = "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
-            raise ValueError(f"{differ} {stopped}: {first or parts[0]}. {cure}")
+            raise ValueError(f"{differ} {stopped}: {first or parts[0]}. {_cure_of_difference(first)}")
     if plugins.LOADED:
-        mark = _mark_of_passing(config)
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        _mark_as_passed(config)
     limits = f"(What begins after step {steps}, or is in no checkpoint, such as a logger's count, was not compared.)"
     make_console().print(f"debug=resume: all is equal after {steps} steps, also {stopped}. {limits}", soft_wrap=True)
+
+
+def _cure_of_difference(first: str) -> str:
+    """What to do about a difference of a continued run. `first`: see `_first_difference`, which names the choices."""
+    if "augmentations=" in first:
+        return "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
+    return "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
+
+
+def _mark_as_passed(config: TrainingRun) -> None:
+    """Leave the file by which trainings know that `check` has passed."""
+    mark = _mark_of_passing(config)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def has_passed(config: TrainingRun) -> bool:
