@@ -71,7 +71,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
             f"data.split={split}: {dataset.name} has no labels in this split, so there is nothing to score: choose one "
             f"with labels, such as val, or give predictions=DIR or overlays=DIR for images"
         )
-    assemble.set_arithmetic(config.trainer)
+    assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
     writable_file("results", results_file, path, kind="results")
     with world.first_goes_ahead() as first:  # last, as it takes long for many files

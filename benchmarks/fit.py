@@ -65,7 +65,7 @@ class Trained:
         trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
         self.config = papers.configured_as(row, *words, *trainer, "trainer.capture=false")
         self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
-        assemble.set_arithmetic(self.config.trainer)
+        assemble.arithmetic(self.config.trainer)
         self.task = TASKS[self.config.task]
         self.world = World(device=torch.device(arguments.device))
         make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))

@@ -94,7 +94,7 @@ class Training:
         self.config = papers.configured_as(None, *common, *words)
         assert isinstance(self.config, SegmentationRun)
         trainer = self.config.trainer
-        assemble.set_arithmetic(trainer, fixed_sizes=True)  # as in a training
+        assemble.arithmetic(trainer, fixed_sizes=True)  # as in a training
         self.world = World(device=device_of(trainer.device))
         if self.world.device.type == "cpu" and switch != GIVEN_BACK:
             keep_freed_memory()

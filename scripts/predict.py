@@ -85,7 +85,7 @@ def predict(options: Prediction) -> list[Path]:
     source = Path(options.input)
     output = Path(options.output)
     network, config, state = open_checkpoint(options.checkpoint, options)
-    assemble.set_arithmetic(config.trainer)
+    assemble.arithmetic(config.trainer)
     check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
     images = find_images(source, output, network.channels, label_names(config.data))
     check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)

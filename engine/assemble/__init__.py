@@ -23,6 +23,6 @@ from engine.assemble.data import (
     training_crops,
     training_loader,
 )
-from engine.assemble.network import body, forward, norm_act, set_arithmetic
+from engine.assemble.network import arithmetic, body, forward, norm_act
 from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
 from engine.assemble.tasks import loss, network_of, views

@@ -76,7 +76,7 @@ def _warn_of_emulation(device: torch.device) -> None:
         logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
 
 
-def set_arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
+def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
     """Set this process's TF32 and determinism. `fixed_sizes`: cuDNN looks for the fastest kernels per size."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32

@@ -11,7 +11,7 @@ from datasets import reading_errors, verify
 from datasets.levels import mean_and_deviation
 from engine.assemble.contracts import check_choices, parts_named
 from engine.assemble.data import shortfalls
-from engine.assemble.network import set_arithmetic
+from engine.assemble.network import arithmetic
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.initial_weights import check_exists, normalisation_of
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
@@ -72,7 +72,7 @@ def open_run(
             _verify_and_measure_images(run)
             if run.resumed is None and world.first:
                 _write_config(run, command)
-            set_arithmetic(trainer, fixed_sizes=True)
+            arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/steps.md
             with _loggers_told_of_end(run):

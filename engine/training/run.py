@@ -17,7 +17,7 @@ from datasets import shared_images
 from datasets.stream import Draws
 from engine.assemble.contracts import builder
 from engine.assemble.data import official_classes, workers_of
-from engine.assemble.network import set_arithmetic
+from engine.assemble.network import arithmetic
 from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
@@ -349,10 +349,10 @@ class Run(Generic[Config, Split]):
         self.metrics.note_memory(peak_memory_mib(self.world.device))
         if self.learner.captured is not None:
             self.learner.captured.release()
-        set_arithmetic(self.config.trainer)  # or cuDNN would search for kernels for every size of an image
+        arithmetic(self.config.trainer)  # or cuDNN would search for kernels for every size of an image
         with self._same_random_numbers():  # scores of one's own may draw some
             evaluated = evaluate()
-        set_arithmetic(self.config.trainer, fixed_sizes=True)
+        arithmetic(self.config.trainer, fixed_sizes=True)
         self.directory.check_in_place()
         forget_peak(self.world.device)  # an evaluation may need more than training
         score = evaluated.scores[self.config.score]

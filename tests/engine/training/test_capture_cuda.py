@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import assemble
-from engine.assemble.network import set_arithmetic
+from engine.assemble.network import arithmetic
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.training import build
@@ -46,7 +46,7 @@ def sums_in_any_order_afterwards():
 
 def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     config = run_config(*SHORT, *SMALL, *overrides, "trainer.device=cuda")
-    set_arithmetic(config.trainer, fixed_sizes=True)
+    arithmetic(config.trainer, fixed_sizes=True)
     make = partial(assemble.network_of, config, CLASSES)
     learner = build.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
     return learner, assemble.loss(config.loss).cuda()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine import assemble
-from engine.assemble.network import forward, set_arithmetic
+from engine.assemble.network import arithmetic, forward
 from engine.process.distributed import World
 from engine.schema.training import Trainer
 from engine.training import advice
@@ -103,7 +103,7 @@ def test_a_logger_that_never_ends_is_given_up_and_named(monkeypatch):
 def test_arithmetic_is_of_the_keys():
     """tests/engine/test_every_key.py shows that runs take it from them."""
     try:
-        set_arithmetic(Trainer(deterministic=True, tf32=True))
+        arithmetic(Trainer(deterministic=True, tf32=True))
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     finally:
