@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import FrameType
+from types import CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -221,6 +221,7 @@ class _Hooks:
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
         self.plan: Plan | None = None  # of the last forward pass
         self.gradient_hook: RemovableHandle | None = None  # of a parameter, until the module is called
+        self.is_generator = False  # a warning has said that the module's calls run later
         self.is_compiled = False  # a compiled graph has called the module
         self.has_named_mode = False  # a warning has named a mode that changes results
 
@@ -299,6 +300,9 @@ class _Hooks:
         recording.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
         self.kept = recording.kept
         self.plan = None if recording.signature is None else recording.signature.plan
+        if isinstance(output, (GeneratorType, CoroutineType)) and not self.is_generator:
+            self.is_generator = True
+            _say_that_calls_run_later(module, output)
         self.signatures.pass_has_ended(module, recording, output)
         if recording.registry.refused_mode is not None and not self.has_named_mode:
             self.has_named_mode = True
@@ -337,6 +341,13 @@ def _warn_of_compiled_parts(network: nn.Module) -> None:
     names = [name for name, module in network.named_modules() if is_compiled(module)]
     if names:
         warn(_COMPILED.format(f"torch.compile ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"))
+
+
+def _say_that_calls_run_later(module: nn.Module, output: object) -> None:
+    warn(
+        f"the forward pass of {type(module).__name__} returns a {type(output).__name__}, whose calls run later, so "
+        f"everything is saved: return tensors, or compute the loss inside `with keepless.recomputing():`"
+    )
 
 
 def _say_that_a_mode_changes_results(mode: type) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that are swapped between steps, and passes that cannot be watched."""
+"""Parameters that are swapped between steps, passes that cannot be watched, and generators."""
 
 import copy
 
@@ -31,3 +31,11 @@ def test_a_jacobian_a_vmap_and_a_traced_graph_are_not_watched():
     for _ in range(2):
         network(torch.randn(64, 8)).sum().backward()
     assert plans(network)[-1] == 1
+
+
+def test_a_forward_pass_that_is_a_generator_gets_a_word():
+    network = recompute_activations(After(nn.Linear(4, 4), lambda y: (value for value in [y.sigmoid()])))
+    with pytest.warns(UserWarning, match="the forward pass of After returns a generator") as caught:
+        for _ in range(2):
+            sum(network(torch.randn(2, 4))).sum().backward()
+    assert len(caught) == 1
