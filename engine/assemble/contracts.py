@@ -84,7 +84,8 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
     not_taken = {name for name in contract.optional if not takes_argument(factory, name)}
     unwanted = {*contract.on_request} - requested | not_taken
     names = [name for name in contract.bases[0].called_with if name not in unwanted]
-    _check_arguments(factory, names[:1], [*names[1:], *keys, *extra, *requested], _choice_text(group, kind))
+    named = [*names[1:], *keys, *extra, *requested]
+    _check_arguments(factory, names[:1], named, _choice_text(group, kind), _untyped_hint(kind, parameters))
     for method in contract.methods:
         if isinstance(factory, type) and not hasattr(factory, method):
             raise ValueError(f"{_choice_text(group, kind)}, which has no {method}(): expected {contract.gives}")
@@ -101,13 +102,23 @@ def builder(group: str, choice: Keys, extra: Iterable[str] = ()) -> Callable[...
     return build
 
 
-def _check_arguments(factory: Any, positional: list[str], named: list[str], choice_text: str) -> None:
-    """ValueError, which begins with `choice_text`: what builds the choice does not take these arguments."""
+def _untyped_hint(kind: type[Any], parameters: Iterable[str]) -> str:
+    """The end of a message about missing arguments, if a choice's class has one of them without a type."""
+    names = [name for name in parameters if name in vars(kind) and name not in kind.__annotations__]
+    if not names:
+        return ""
+    value = vars(kind)[names[0]]
+    keyed = f"{names[0]}: {type(value).__name__} = {value!r}"
+    return f". {kind.__name__}.{names[0]} has no type, so it is no key: write {keyed}"
+
+
+def _check_arguments(factory: Any, positional: list[str], named: list[str], choice_text: str, hint: str) -> None:
+    """ValueError from `choice_text` to `hint`: what builds the choice does not take these arguments."""
     try:
         signature(factory).bind(*positional, **dict.fromkeys(named))
     except TypeError as error:
         arguments = ", ".join([*positional, *(f"{name}=" for name in named)])
-        raise ValueError(f"{choice_text}, which must take ({arguments}): {error}") from error
+        raise ValueError(f"{choice_text}, which must take ({arguments}): {error}{hint}") from error
 
 
 def check_choices(config: TrainingRun) -> None:

@@ -118,6 +118,21 @@ def test_a_choice_that_breaks_its_contract_is_refused_by_name(builds, problem, r
     assert str(error.value).startswith(f"loss=broken builds {builds}, {problem}")
 
 
+def focal(ignore_index, weights, stride, gamma):
+    raise AssertionError("it must not be called")
+
+
+def test_a_key_without_a_type_is_named_where_its_argument_is_missing(registry):
+    @choice("loss")
+    class Untyped(Loss):
+        name: str = "untyped"
+        gamma = 2.0
+        builds: ClassVar[str] = f"{__name__}.focal"
+
+    with pytest.raises(ValueError, match=r"Untyped.gamma has no type, so it is no key: write gamma: float = 2.0"):
+        builder("loss", Untyped())
+
+
 def test_a_norm_without_running_statistics_has_no_momentum(registry):
     """It is called with the usual one, as every norm; a key that it would ignore does not exist."""
     choice("norm")(GroupNorm)
