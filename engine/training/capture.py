@@ -355,14 +355,19 @@ def _states(owner: Any, depth: int, seen: set[int]) -> list[tuple[str, Any]]:
 
 
 def _state(value: Any, depth: int, seen: set[int]) -> Any:
-    """A value's numbers, nested like it; None if it has none. `seen`: ids of the containers and objects so far."""
-    if isinstance(value, Tensor) and value.is_cpu and value.dim() == 0:  # becomes a constant of kernels
-        value = value.item() if type(value) is Tensor else None
+    """A value's numbers, texts and generators, nested like it; None if it has none.
+
+    `depth`: how many levels of objects are looked into. `seen`: ids of the containers and objects so far; one that was
+    met at the last level is not looked into when it is met again nearer.
+    """
+    if isinstance(value, Tensor):
+        is_constant = type(value) is Tensor and value.is_cpu and value.dim() == 0  # kernels take its number
+        return repr(value.item()) if is_constant else None
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, _GENERATORS + (np.ndarray,)) and not isinstance(value, random.SystemRandom):
         return pickle.dumps(value)
-    if depth == 0 or id(value) in seen or isinstance(value, type | Tensor):
+    if depth == 0 or id(value) in seen or isinstance(value, type):
         return None
     seen.add(id(value))
     if isinstance(value, list | tuple | deque | set | frozenset):

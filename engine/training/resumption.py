@@ -90,7 +90,8 @@ def train_or_check(train: Callable[[Any, str], dict | None], config: TrainingRun
 def check(config: TrainingRun) -> None:
     """Train for `trainer.resume_check` steps whole, and stopped and continued; compare all that the checkpoints hold.
 
-    Each training has a fresh interpreter and a temporary run directory. ValueError: they differ, and which part first.
+    Each training has a fresh interpreter and a temporary run directory. If all is equal, that is printed, and a mark is
+    kept by which later trainings with these plugins know it. ValueError: they differ, and which part first.
     """
     if launched():
         raise ValueError(f"debug=resume is for one process: start {config.entry}.py by python, without torchrun")
@@ -100,21 +101,29 @@ def check(config: TrainingRun) -> None:
         whole, state = train(f"{folder}/whole", Watch(steps))
         before_stop, _ = train(f"{folder}/stopped", Watch(steps, stop=max(1, steps * 3 // 4)))
         after_stop, continued_state = train(f"{folder}/stopped", Watch(steps))
-        stopped = f"if a run is stopped after step {max(step for step, _ in before_stop)} and continued"
+        stop_text = f"if a run is stopped after step {max(step for step, _ in before_stop)} and continued"
         parts = [part for part in state if state[part] != continued_state.get(part)]
         if parts:
-            differ = f"debug=resume: {', '.join(parts[:3])} differ"
             again, _ = train(f"{folder}/again", Watch(steps))
             first_of_again = _first_difference(whole, again, config)
-            if first_of_again:
-                cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
-                raise ValueError(f"{differ}, but two whole runs differ already: {first_of_again}. {cure}")
             first = _first_difference(whole, before_stop | after_stop, config)
-            raise ValueError(f"{differ} {stopped}: {first or parts[0]}. {_cure_of_difference(first)}")
+            raise ValueError(_difference_text(parts, first_of_again, first, stop_text))
     if plugins.LOADED:
         _mark_as_passed(config)
     limits = f"(What begins after step {steps}, or is in no checkpoint, such as a logger's count, was not compared.)"
-    make_console().print(f"debug=resume: all is equal after {steps} steps, also {stopped}. {limits}", soft_wrap=True)
+    make_console().print(f"debug=resume: all is equal after {steps} steps, also {stop_text}. {limits}", soft_wrap=True)
+
+
+def _difference_text(parts: list[str], first_of_again: str, first: str, stop_text: str) -> str:
+    """The message about parts of the checkpoints that differ.
+
+    `first_of_again`: the first difference of two whole runs, and `first` of a stopped one; empty if there is none.
+    """
+    text = f"debug=resume: {', '.join(parts[:3])} differ"
+    if first_of_again:
+        cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
+        return f"{text}, but two whole runs differ already: {first_of_again}. {cure}"
+    return f"{text} {stop_text}: {first or parts[0]}. {_cure_of_difference(first)}"
 
 
 def _cure_of_difference(first: str) -> str:

@@ -100,7 +100,7 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
     network, example = network_and_example(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        inputs = tree_map(lambda leaf: _on_device(device, leaf), arguments_of(example))
+        inputs = tree_map(lambda leaf: _telling_argument(device, leaf), arguments_of(example))
         network = network.to(device).train()
         with autocast(device, dtype):
             if budget is None:
@@ -112,12 +112,14 @@ def _write_steps(name: str, budget: Budget | None, dtype: str | None, file: Path
     torch.save(tuple(steps), file)
 
 
-def _on_device(device: str, leaf: Any) -> Any:
-    """An argument on a device. Random numbers stand for zeros, of which most gradients would be zero."""
+def _telling_argument(device: str, leaf: Any) -> Any:
+    """An argument on a device, with random numbers instead of zeros alone, by which most gradients would be zero."""
     if not isinstance(leaf, Tensor):
         return leaf
-    leaf = leaf.detach().to(device)
-    return torch.randn_like(leaf) if leaf.is_floating_point() and not leaf.any() else leaf
+    argument = leaf.detach().to(device)
+    if argument.is_floating_point() and not argument.any():
+        argument = torch.randn_like(argument)
+    return argument.requires_grad_(leaf.requires_grad)
 
 
 def _run_baseline_steps(network: nn.Module, inputs: Any) -> Steps:

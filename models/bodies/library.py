@@ -286,16 +286,16 @@ def _dilate(parts: Mapping[str, nn.Module], x: Tensor, output_stride: int, netwo
             is_overwritten = x._version != version
             if part_count and _cells(y) < _cells(x) and not is_overwritten:
                 ends.append(_feature_end(x, names, part_count, ends))
-            stride = _cells(x) // _cells(y) if SIDE > output_stride * _cells(y) else 1
+            stride = _cells(x) // _cells(y) if _is_too_coarse(y, output_stride) else 1
             if dilation * stride > 1:
-                _dilate_part(part, x, dilation, stride)
-                try:
-                    y = part(x)
+                dilated_y = _output_if_dilated(part, x, dilation, stride)
+                if dilated_y is not None:
+                    y = dilated_y
                     dilation *= stride
-                except RuntimeError:  # its shortcut pools, and still strides
-                    undilated_kind = undilated_kind or type(part).__name__
-            if SIDE > output_stride * _cells(y):
-                undilated_kind = undilated_kind or type(part).__name__
+                elif not undilated_kind:
+                    undilated_kind = type(part).__name__
+            if _is_too_coarse(y, output_stride) and not undilated_kind:
+                undilated_kind = type(part).__name__
             x = y
         ends.append(_feature_end(x, names, len(names), ends))
     except Exception as error:  # a module may raise anything
@@ -339,6 +339,20 @@ def _feature_end(x: Tensor, names: Sequence[str], part_count: int, earlier_ends:
         name = parent
     y = _channels_first(x)
     return FeatureEnd(Feature(name, y.shape[1], SIDE // y.shape[-1]), part_count, y is not x)
+
+
+def _is_too_coarse(y: Tensor, output_stride: int) -> bool:
+    """Whether features of the example have a larger stride than the body is to have."""
+    return SIDE > output_stride * _cells(y)
+
+
+def _output_if_dilated(part: nn.Module, x: Tensor, dilation: int, stride: int) -> Tensor | None:
+    """Dilate a part and run it on `x`. None if its shortcut pools and still strides: the network is then refused."""
+    _dilate_part(part, x, dilation, stride)
+    try:
+        return part(x)
+    except RuntimeError:
+        return None
 
 
 def _dilate_part(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:

@@ -214,7 +214,12 @@ def derive_value(registry: Registry, tensor: Tensor) -> Value | None:
 
 
 def derive_by_advice(registry: Registry, tensor: Tensor) -> Value | None:
-    """`derive_value` for calls with advice: faster if the tensor is a view of one that has a value."""
+    """`derive_value` for a call with advice: faster if the tensor, which has no value, is a view of one that has.
+
+    Such a view shares the memory of its base, whose value is known in this version, so it needs no look at exposed
+    memory; and entries of freed views may stay until the pass ends. A view that sizes and strides do not describe has
+    no recipe here: None, and it is kept.
+    """
     base = tensor._base
     if base is None:
         return derive_value(registry, tensor)

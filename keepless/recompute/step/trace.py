@@ -213,7 +213,10 @@ class Trace(Registry):
             self.values[value.number] = self._step_value(Kind.KEPT, result, call=len(self.calls) - 1)
         else:
             inputs = _inputs(again) + (state if again.draws else ())
-            self._note_recipe(again, inputs, result, value.number, [] if has_mask else parts, span)
+            if parts and not has_mask:
+                self._note_recipe_with_parts(inputs, result, value.number, parts, span)
+            else:
+                self._note_recipe(again, inputs, result, value.number, span)
         if mask is not None:
             self._note_inside(parts, _inputs(mask) + state, Flag.MASK)
             self.call_spans.append((parts[0], _span_of_mask(span, call, result)))
@@ -222,19 +225,20 @@ class Trace(Registry):
             self.saved[saved.number] = self.saved[saved.number]._replace(value=value.number)
         self._share_value_with_base(value, again, call, result)
 
-    def _note_recipe(
-        self, again: Again, inputs: tuple[int, ...], result: Tensor, number: int, parts: list[int], span: _CallSpan
-    ) -> None:
-        """Note that a recipe computes the result of the last call, and with it the parts that the call saves inside.
+    def _note_recipe(self, again: Again, inputs: tuple[int, ...], result: Tensor, number: int, span: _CallSpan) -> None:
+        """Note that a recipe computes the result of the last call, which has this number, alone."""
+        value = self._step_value(Kind.FREE, result, inputs, len(self.calls) - 1, again.fresh)
+        self.values[number] = value._replace(overwrites=again.can_overwrite and bool(inputs))
+        self.call_spans.append((number, span))
 
-        `number`: the result's.
+    def _note_recipe_with_parts(
+        self, inputs: tuple[int, ...], result: Tensor, number: int, parts: list[int], span: _CallSpan
+    ) -> None:
+        """Note that a recipe computes the result of the last call and the parts that the call saves inside.
+
+        A plan chooses them as one, led by the first part, and a repetition holds the memories of all at once.
         """
         call = len(self.calls) - 1
-        if not parts:
-            value = self._step_value(Kind.FREE, result, inputs, call, again.fresh)
-            self.values[number] = value._replace(overwrites=again.can_overwrite and bool(inputs))
-            self.call_spans.append((number, span))
-            return
         self.values[number] = self._step_value(Kind.FREE, result, inputs, call)._replace(leader=parts[0])
         self._note_inside(parts, inputs, Flag.AGAIN)
         memories = {self.values[i].memory for i in (*parts, number)}
