@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from contextlib import contextmanager
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from ...inputs import tensors_in
 from ...made_tensors import Change, MadeTensors
 from ...saved import is_ordinary
-from ...torch_internals import FakeTensor, OpOverload, backward_runs, node_number, running_node, tree_map
+from ...torch_internals import (
+    FakeTensor,
+    OpOverload,
+    backward_runs,
+    node_number,
+    running_node,
+    tree_map,
+    written_arguments,
+)
 from ..passes.registry import is_parameter
 from .costs import Cost, Operator, TensorSpec, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
 from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
@@ -32,6 +41,18 @@ class RunOperator(NamedTuple):
     operations: int
     like: TensorSpec  # its first result
     temporaries: int = 0  # bytes, where it is not measured
+
+
+@cache
+def _written_inside(function: OpOverload) -> list[int]:
+    """Positions of arguments that an operator writes besides its result, such as rrelu's noise, which its node saves.
+
+    Autograd saves them before the operator runs.
+    """
+    is_in_place = function.overloadpacket.__name__.endswith("_")
+    arguments = function._schema.arguments
+    written = [position for position, _ in written_arguments(function) if not arguments[position].kwarg_only]
+    return [position for position in written if position > 0 or not is_in_place]
 
 
 def _cost(ran: RunOperator) -> Cost:
@@ -117,6 +138,8 @@ class Allocations(MadeTensors):
             if not function.is_view:
                 self.note_operator(function, args, kwargs or {}, result)
                 self.note_place(function)
+                for position in _written_inside(function):
+                    self.trace.read_as_written(args[position])
             return result
         except Exception as error:
             if not self._results:  # the operator has raised it

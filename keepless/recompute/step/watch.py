@@ -228,10 +228,19 @@ class Watch(Trace):
         memory = self.allocations.memory(tensor)
         if memory is not None:
             self._exposed.add(memory)
-            with self.allocations.off():
-                for packed in [reference() for reference in self._packs.pop(memory, ())]:
-                    if packed is not None:
-                        packed.read_memory(tensor)
+            self._read_packs(memory, tensor)
+
+    def read_as_written(self, tensor: Any) -> None:
+        memory = self.allocations.memory(tensor) if isinstance(tensor, Tensor) and is_ordinary(tensor) else None
+        if memory is not None:
+            self._read_packs(memory, tensor)
+
+    def _read_packs(self, memory: int, tensor: Tensor) -> None:
+        """Let autograd read what it has saved of a memory, in which a tensor is, from there instead of from copies."""
+        with self.allocations.off():
+            for packed in [reference() for reference in self._packs.pop(memory, ())]:
+                if packed is not None:
+                    packed.read_memory(tensor)
 
     # Gradients
 

@@ -689,3 +689,17 @@ def test_watching_keeps_no_code_of_the_program_alive():
     del network, namespace
     gc.collect()
     assert code() is None
+
+
+@pytest.mark.parametrize("function", [F.rrelu, torch.rrelu_])
+def test_what_an_operator_writes_after_its_node_has_saved_it_is_read_as_written(function):
+    """Autograd saves the noise of a random leaky ReLU before the operator draws it."""
+    plain = After(nn.Linear(8, 2000), lambda y: function(y, 0.0, 1.0, True))
+    prepared = recompute_activations(copy.deepcopy(plain), budget=1.0)
+    for _ in range(3):
+        for network in (plain, prepared):
+            torch.manual_seed(0)
+            network.zero_grad()
+            network(torch.randn(4, 8)).square().sum().backward()
+        for expected, actual in zip(plain.parameters(), prepared.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=0, atol=0)
