@@ -20,7 +20,7 @@ from engine.training.saved_moments import load_moments
 from models.checkpoints.loading import not_finite
 from models.forward import Forward
 from models.freezing import training_mode
-from models.private_torch import move_towards, norms_of, tree_leaves
+from models.private_torch import move_towards, norms_of
 
 PLAIN = {Tensor, bool, int, float, str, type(None)}
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
@@ -231,7 +231,16 @@ class Learner:
 def _plain_state(schedule: Any) -> dict[str, Any]:
     """What a checkpoint can hold of a schedule. Other values, such as functions, are as constructors made them."""
     state = schedule.state_dict()
-    return {name: value for name, value in state.items() if {*map(type, tree_leaves(value))} <= PLAIN}
+    return {name: value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one of `PLAIN`, or a list, tuple or dictionary of such values."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return type(value) in PLAIN
 
 
 class Outcome(NamedTuple):

@@ -21,7 +21,13 @@ from engine.assemble.network import arithmetic
 from engine.assemble.tasks import added_scores
 from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
-from engine.checkpoint.rank_states import random_states, restore_random_states, restore_states, saved_states
+from engine.checkpoint.rank_states import (
+    check_savable,
+    random_states,
+    restore_random_states,
+    restore_states,
+    saved_states,
+)
 from engine.checkpoint.run_directory import RunDirectory
 from engine.configuration import config as configuration
 from engine.process import plugins
@@ -174,6 +180,7 @@ class Run(Generic[Config, Split]):
         """
         self.parts = self._parts(loss, minibatches)
         saved_states(self.parts, self.world)  # an error now is better than at the first checkpoint
+        check_savable(f"optim={self.config.optim.name}", self.learner.optimizer.state_dict())
         if self.resumed is not None:
             try:
                 restore_states(self.parts, self.resumed["parts"], self.world)
@@ -332,6 +339,7 @@ class Run(Generic[Config, Split]):
             "best": self.metrics.best,
             "classes": list(self.train_set.classes),
         }
+        check_savable(f"optim={self.config.optim.name}", state["optimizer"])
         if self.train_set.palette is not None:
             state["palette"] = [list(colour) for colour in self.train_set.palette]
             state["label_ids"] = list(self.train_set.label_ids)

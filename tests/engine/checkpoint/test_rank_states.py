@@ -1,11 +1,14 @@
 """The random numbers with which a run resumes, on every rank."""
 
+from collections import OrderedDict, deque
 from unittest.mock import Mock
 
+import numpy as np
+import pytest
 import torch
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.rank_states import random_states, restore_random_states
+from engine.checkpoint.rank_states import check_savable, random_states, restore_random_states
 from engine.process.distributed import World
 
 
@@ -59,3 +62,12 @@ def test_another_number_of_threads_is_warned_of(monkeypatch, caplog):
     assert caplog.messages == [
         "the run was on 1 threads and continues on 3: it rounds otherwise; OMP_NUM_THREADS=1 keeps it bitwise identical"
     ]
+
+
+def test_a_state_that_would_not_be_loaded_is_refused_by_name():
+    """torch.save writes it without a word, and the checkpoint of a finished run could not be read."""
+    state = {"state": {0: {"mean": torch.ones(2), "dtype": torch.float32}}, "param_groups": [OrderedDict(lr=0.1)]}
+    check_savable("optim=own", state)
+    for value in (np.ones(2), object(), deque([1.0])):
+        with pytest.raises(ValueError, match="^optim=own has a state_dict of more than tensors, numbers, texts, lists"):
+            check_savable("optim=own", {**state, "own": value})
