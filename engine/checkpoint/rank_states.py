@@ -1,6 +1,7 @@
 """What each rank keeps besides the learner: states of parts, such as a sampler or a loss, and of random numbers."""
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,10 +32,16 @@ def check_savable(name: str, state: Any) -> None:
     """ValueError, naming the part: its state holds what no checkpoint can, as it would not be loaded."""
     stand_in = torch.empty(0)
     without_tensors = tree_map(lambda leaf: stand_in if isinstance(leaf, Tensor) else leaf, state)
-    with errors_named(f"{name} has a state_dict of more than tensors, numbers, texts, lists and dictionaries"):
-        file = io.BytesIO()
+    file = io.BytesIO()
+    try:
         torch.save(without_tensors, file)
         torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+    except Exception as error:  # a state may be anything
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        kind = match[1] if match else f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"{name} has a state_dict of more than tensors, numbers, texts, lists and dictionaries ({kind})"
+        ) from error
 
 
 def restore_states(parts: Mapping[str, Any], saved: list[dict[str, Any]], world: World) -> None:
