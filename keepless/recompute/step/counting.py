@@ -50,9 +50,7 @@ def _written_inside(function: OpOverload) -> list[int]:
     Autograd saves them before the operator runs.
     """
     is_in_place = function.overloadpacket.__name__.endswith("_")
-    arguments = function._schema.arguments
-    written = [position for position, _ in written_arguments(function) if not arguments[position].kwarg_only]
-    return [position for position in written if position > 0 or not is_in_place]
+    return [position for position, _ in written_arguments(function) if position > 0 or not is_in_place]
 
 
 def _cost(ran: RunOperator) -> Cost:
@@ -139,7 +137,8 @@ class Allocations(MadeTensors):
                 self.note_operator(function, args, kwargs or {}, result)
                 self.note_place(function)
                 for position in _written_inside(function):
-                    self.trace.read_as_written(args[position])
+                    if position < len(args):  # not out=
+                        self.trace.read_as_written(args[position])
             return result
         except Exception as error:
             if not self._results:  # the operator has raised it
