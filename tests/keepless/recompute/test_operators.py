@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keepless import recompute_activations
-from tests.keepless.recompute.agreement import Setup, agree, keep_by_chance, note_followed
+from tests.keepless.recompute.agreement import Setup, agree, agrees, keep_by_chance, note_followed, run
 
 STEPS, SAMPLES = 12, 5
 DTYPES = torch.float32, torch.float64, torch.complex64  # the first that an operator has
@@ -27,6 +28,23 @@ class Operator(nn.Module):
         args, kwargs = tree_map(lambda one: one * 1 if getattr(one, "requires_grad", False) else one, (args, kwargs))
         found = [one for one in tree_leaves(self.function(*args, **kwargs)) if isinstance(one, Tensor)]
         return dict(enumerate((one * 1.5).sin() if one.requires_grad else one for one in found))
+
+
+class AsItIs(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def is_other_under_a_mode(plain: Operator, samples: list[Any]) -> bool:
+    """Whether PyTorch itself gives other bits under a dispatch mode, as a watched step has: masked.prod's gradient."""
+    try:
+        for sample in samples:
+            expected = run(plain, on(sample))
+            with AsItIs():
+                agrees(expected, run(plain, on(sample)))
+    except AssertionError:
+        return True
+    return False
 
 
 def on(sample: Any) -> Setup:
@@ -65,6 +83,7 @@ def test_operators_whose_samples_change_are_like_the_plain_ones(variant, budget,
             for sample in [*samples[:1] * 3, *draws.choices(samples, k=STEPS - 3)]:
                 steps[agree(plain, ours, on(sample))] += 1
         except AssertionError as error:
-            differ.append(f"{operator.full_name}: {error}")
+            if budget is None or not is_other_under_a_mode(plain, samples):
+                differ.append(f"{operator.full_name}: {error}")
     print(variant, budget, steps, Counter(followed), differ)
     assert not differ and steps[True] > 5 * steps[False]
