@@ -158,7 +158,9 @@ class SegmentationNetwork(nn.Module):
         auxiliaries = self.auxiliaries if self.training else []
         auxiliary_outputs: tuple[Output, ...] = ()
         if not auxiliaries and not hasattr(self.head, "reads"):
-            logits = self._classified(self.head(self.body(_padded(images, grid))))
+            features = self.body(_padded(images, grid))
+            _check_returned(self.body, features, getattr(self.body, "out_channels", None))
+            logits = self._classified(self.head(features))
         else:
             logits, auxiliary_outputs = self._logits_of_several(_padded(images, grid), auxiliaries)
         if stride is not None:
@@ -192,11 +194,7 @@ class SegmentationNetwork(nn.Module):
 
     def _classified(self, features: Tensor) -> Tensor:
         """The logits of the head's result. ValueError: it is no (N, out_channels of the head, h, w)."""
-        channels = self.cls.in_channels
-        if not isinstance(features, Tensor) or features.dim() != 4 or features.shape[1] != channels:
-            returned = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-            expected = f"expected (N, {channels}, h, w), as its out_channels say"
-            raise ValueError(f"{type(self.head).__name__} returned {returned}: {expected}")
+        _check_returned(self.head, features, self.cls.in_channels)
         return self.cls(features)
 
     def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module) -> Tensor:
@@ -214,6 +212,14 @@ class SegmentationNetwork(nn.Module):
         if padded_cells == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
             return logits
         return logits[..., :height, :width]
+
+
+def _check_returned(module: nn.Module, features: Any, channels: int | None) -> None:
+    """ValueError: what a body or head returned is no (N, out_channels, h, w). `channels`: None if it says none."""
+    if not isinstance(features, Tensor) or features.dim() != 4 or channels not in (None, features.shape[1]):
+        returned = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        expected = f"expected (N, {channels or 'channels'}, h, w), as its out_channels say"
+        raise ValueError(f"{type(module).__name__} returned {returned}: {expected}")
 
 
 def features_read(body: Any, reads: Sequence[int], reader: str) -> list[Feature]:

@@ -454,6 +454,15 @@ def test_a_head_that_returns_no_features_is_refused(monkeypatch):
         network(torch.zeros(2, 3, 64, 64))
 
 
+def test_a_body_of_other_channels_than_it_says_is_refused():
+    network = network_of(run_config(*SHORT), 19)
+    channels = network.body.out_channels
+    network.body.register_forward_hook(lambda body, args, features: features.repeat(1, 2, 1, 1))
+    says = rf"^ResNet returned \(2, {2 * channels}, 8, 8\): expected \(N, {channels}, h, w\), as its out_channels say$"
+    with pytest.raises(ValueError, match=says):
+        network(torch.zeros(2, 3, 64, 64))
+
+
 class Mosaic:
     """Four crops in one, each at half its size."""
 
