@@ -234,7 +234,7 @@ def ranges_text(values: Iterable[int]) -> str:
 
 
 def check_train_ids(source: str, label: np.ndarray, classes: int) -> None:
-    """ValueError, which begins with its `source`: a label holds other train ids than those of classes and `IGNORED`."""
+    """ValueError: a label holds a train id that is neither a class nor `IGNORED`. `source` begins the message."""
     foreign_ids = np.unique(label[(label >= classes) & (label != IGNORED)])
     if foreign_ids.size:
         raise ValueError(

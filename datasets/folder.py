@@ -151,7 +151,7 @@ class _Place(NamedTuple):
     """Where a split lies: its images and labels have folders of their own, or share them with other lists."""
 
     path: Path  # of its folder in the dataset's, or of its list without .txt
-    above: Path  # the folder that holds those of images and of labels
+    above: Path  # holds the folder of images and the folder of labels
     images: Path
     labels: Path
     is_list: bool

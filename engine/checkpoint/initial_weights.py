@@ -48,7 +48,7 @@ class Weights(NamedTuple):
         return self.tensors if self.released_eps is None else from_released(self.tensors, self.released_eps)
 
     def difference_of_classes(self, classes: Sequence[str]) -> str | None:
-        """How the classes differ from those of the file, if it names them; None if they do not."""
+        """How the classes differ from the file's. None if they are equal, or if the file names no classes."""
         for trained_name, name in zip(self.classes or (), classes, strict=False):
             if trained_name != name:
                 return f"for other classes, such as {trained_name} in place of {name}"

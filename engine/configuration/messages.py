@@ -293,7 +293,7 @@ def _wrong_word(words: Sequence[str], error: Exception) -> str:
 
 
 def _joined(answers: Sequence[Answer], advice: str, needed: str) -> str:
-    """One message of all answers. `advice`: what to give instead of those that have something to give."""
+    """One message of all answers. `advice`: the key=value to give instead, for the answers that name one."""
     if len(answers) == 1:
         ((text, _, _, fault), _, say) = answers[0]
         fault_text = f"{fault}; " if fault and not say.startswith(NONE) else ""

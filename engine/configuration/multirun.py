@@ -95,9 +95,9 @@ class Jobs:
     def run(
         self, jobs: Sequence[Job], console: Console, variables: Mapping[str, str] | None = None
     ) -> dict[str, ValueError]:
-        """Run the jobs that have not ended, one after the other. Returns {title: error} of those that fail and say why.
+        """Run the jobs that have not ended in turn. Returns {title: error} of the jobs that fail with a message.
 
-        `variables`: of their environment, beside this process's. Preempted: see `run_jobs`.
+        `variables`: added to the environment of the jobs. Preempted: see `run_jobs`.
         """
         process_count = distributed.world_size()
         commands = {}

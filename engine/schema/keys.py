@@ -216,7 +216,7 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     groups = groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
-        of_alternatives = []  # the keys of each choice of a group, or those of a plain key's dataclass
+        of_alternatives = []  # of a group: the keys of each choice; of a dataclass as a key: its keys
         for choice, kind in groups.get(entry.name, {"": hints[entry.name]}).items():
             if isinstance(kind, type) and is_dataclass(kind):
                 place = f"{name}.{choice}." if "is_list" in entry.metadata else f"{name}."

@@ -278,7 +278,7 @@ class TrainingRun(Plugins):
             )
 
     def _doubt_of_average(self, step_count: int) -> str | None:
-        """A warning if EMA weights after so many steps are mostly those of the first step; None if they are not."""
+        """A warning if the EMA after so many steps is still mostly the weights of the first step; None if it is not."""
         decay = self.trainer.ema_decay
         share = 0.0 if decay is None or self.trainer.smoke else decay ** (step_count - 1)
         if share <= 0.1:

@@ -81,7 +81,7 @@ def evaluate_split(
 def _predict_and_count(
     forward: Forward, views: Views, counts: Counts, added: AddedScores, batch: dict, windows: int
 ) -> Tensor:
-    """Predict a batch, and add the predictions to `counts` and to those of `added` that read probabilities.
+    """Predict a batch. Adds the predictions to `counts`, and to each score in `added` that reads probabilities.
 
     An attempt that runs out of memory counts nothing. `windows`: see `predict`.
     """

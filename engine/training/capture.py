@@ -239,9 +239,9 @@ class CapturedMicroBatches:
         return f"{self._module_of(error)} cannot be captured {place} ({_first_line(error)})"
 
     def _compare_numbers(self, micro_batch: MicroBatch) -> str | None:
-        """Compare the modules' numbers with those of the last micro-batch, and note them; return a problem, if any.
+        """Note the modules' numbers. Returns the problem if a number has changed since the last micro-batch.
 
-        It is that one has changed. Where `requested`, the first change is only a warning.
+        Where `requested`, the first change is only a warning.
         """
         name = self._note_numbers(micro_batch)
         if name is None or self.has_warned:

@@ -218,7 +218,7 @@ def planned_step(
         resident |= {"images": resident["images"] + inputs.nbytes, "loss": loss_bytes}
         if device_count > 1 and trainer.accumulation_steps > 1 and not is_captured:
             resident["gradients"] *= 2
-        left = available - sum(resident.values())  # less the gradients, also those that come later
+        left = available - sum(resident.values())  # `resident` has all gradients, also the ones that come later
         if come_one_by_one:
             resident["gradients"] = 0
         budgets = [*_SHARES, left] if left >= FEWEST else _SHARES
