@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ class Contract(NamedTuple):
 
 
 _OURS = ("engine.", "datasets.", "models.", "keepless.", "torch.", "builtins.")
-_OF_NUMBERS = ("norm=", "body=", "head=", "loss=", "optim=")  # may make losses and weights infinite or NaN
 _CLASSES_MADE: dict[type, str] = {}  # GROUP=NAME by the class of what a choice of one's own has made
 CONTRACTS: Mapping[str, Contract] = {
     "norm": Contract((Norm,), "a module, (N, channels, …) -> the same shape", nn.Module),
@@ -114,8 +113,9 @@ def _untyped_hint(kind: type[Any], parameters: Iterable[str]) -> str:
 
 def _check_arguments(factory: Any, positional: list[str], named: list[str], choice_text: str, hint: str) -> None:
     """ValueError from `choice_text` to `hint`: what builds the choice does not take these arguments."""
+    has_no_constructor = getattr(factory, "__init__", None) is nn.Module.__init__  # which refuses what it seems to take
     try:
-        signature(factory).bind(*positional, **dict.fromkeys(named))
+        (Signature() if has_no_constructor else signature(factory)).bind(*positional, **dict.fromkeys(named))
     except TypeError as error:
         arguments = ", ".join([*positional, *(f"{name}=" for name in named)])
         raise ValueError(f"{choice_text}, which must take ({arguments}): {error}{hint}") from error
@@ -149,27 +149,41 @@ def batch_problem(config: TrainingRun) -> str | None:
 
 @contextmanager
 def parts_named(config: TrainingRun) -> Iterator[None]:
-    """Context that puts GROUP=NAME before an error that comes from the user's own choice, or is about it."""
+    """Context that puts GROUP=NAME before an error that comes from the user's own choice, or is about it.
+
+    Other errors of a computation get a note of the user's choices, which may have caused it.
+    """
     try:
         yield
-    except (MemoryError, ConnectionError):
-        raise
-    except FloatingPointError as error:
-        names = sorted({name for name in _names_of_own_choices(config).values() if name.startswith(_OF_NUMBERS)})
-        if not names:
-            raise
-        raise FloatingPointError(f"{error}, or look for the cause in {' and '.join(names)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         message = re.split(rf"\n(?:\w+\.)*{kind}: ", str(error))[-1].strip()  # of a data worker, after its traceback
-        name = None if is_out_of_memory(error) else _part_behind(error, message, config)
-        if name is None or name in message:
+        is_of_device = is_out_of_memory(error) and (error.__cause__ is not None or not isinstance(error, MemoryError))
+        name = None if is_of_device else _part_behind(error, message, config)
+        if name is None:
+            suspects = [] if is_of_device else _suspects(error, config)
+            if suspects:
+                error.add_note(f"The cause may be in {' or '.join(suspects)}")
+            raise
+        if name in message.rpartition("\n")[2]:
             raise
         reason = message if isinstance(error, ValueError) else f"{kind}: {message}"
-        raise ValueError(f"{name}: {reason}") from error
+        ending = f"\nThis comes from {name}" if "\n" in reason else ""
+        named_kind = type(error) if isinstance(error, (MemoryError, ConnectionError)) else ValueError
+        raise named_kind(f"{name}: {reason}{ending}") from error
 
 
-def _part_behind(error: Exception, message: str, config: TrainingRun) -> str | None:
+def _suspects(error: BaseException, config: TrainingRun) -> list[str]:
+    """The choices of one's own, GROUP=NAME, that may have caused an error in code of others."""
+    module = _frames(error)[0].f_globals.get("__name__", "")
+    is_of_input = isinstance(error, ValueError) and not module.startswith("keepless.")
+    if is_of_input or isinstance(error, (OSError, MemoryError, SystemExit)):
+        return []
+    names = {*_names_of_own_choices(config).values()}
+    return sorted(name for name in names if not name.startswith(("logger=", "scores=")))
+
+
+def _part_behind(error: BaseException, message: str, config: TrainingRun) -> str | None:
     """The choice of one's own, GROUP=NAME, whose code is innermost in a traceback, or whose class begins the message.
 
     If there is neither, the one whose module has the innermost code. A data worker's traceback is in its error's text.

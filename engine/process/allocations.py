@@ -38,7 +38,7 @@ _MEMORY_MESSAGES = (
 _CUDNN_MESSAGES = ("unable to find an engine", "unable to find a valid cudnn algorithm")
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the CPU (also in OpenCV) or on a CUDA device (in PyTorch or CUDA's libraries).
 
     If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.

@@ -38,6 +38,8 @@ class AddedScores:
             reads = getattr(score, "reads", PREDICTION)
             if reads not in (PREDICTION, PROBABILITIES):
                 raise ValueError(f"scores={name} has reads={reads!r}: expected {PROBABILITIES!r}, or leave it out")
+            if not hasattr(score, "counts"):
+                raise ValueError(f"scores={name} has no counts: expected an array or tensor of what add() has counted")
             with errors_named(f"scores={name}"):
                 np.shape(score.counts)
 
