@@ -1,6 +1,7 @@
 """Start a run from the weights in a file, `init.weights`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +11,11 @@ from datasets.class_names import check_order
 from datasets.reading import pairs_of
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import recorded
+from engine.configuration.choices import alternatives_of, content_of
 from engine.process.console import logger
 from engine.schema.evaluation import NETWORK
-from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
+from engine.schema.keys import CONFIGS
+from engine.schema.network import Body, Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import Init, TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
@@ -41,7 +44,7 @@ class Weights(NamedTuple):
     activation: str | None = None  # of the norms in training; None: unknown, or stated in the remarks
     normalisation: Normalisation | None = None  # of the images in training; None: unknown
     range16: Sequence[int] | None = None  # of 16-bit images in training; None: unknown
-    body: str = ""  # its kind, such as " (a resnext)", if the file says so
+    body: str = "the body"  # the choice, such as body=resnext_tiny, if the file says so
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors, with scales in the form that our norms use."""
@@ -115,15 +118,15 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             check_order(classes, name, config.data.order_key)
         return weights.difference_of_classes(classes)
 
-    advice = f"Give the body{weights.body} and norm.learn_scale that it was trained with"
-    if init.part == "network":
-        advice = f"{advice}, and its head; or init.part=body for its body alone"
+    advice = f"Give {weights.body} and the norm.learn_scale that it was trained with"
+    advice_on_head = ", and its head; or init.part=body for its body alone" if init.part == "network" else ""
     report = load_by_name(
         network,
         weights.tensors if is_released else weights.converted(),
         source=weights.source,
         name=name,
         advice=advice,
+        advice_on_head=advice_on_head,
         skip=skip,
         remarks=(*weights.remarks, *weights.differences(config)),
         channels=config.data.channels,
@@ -187,7 +190,6 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
     state = checkpoint.checked(content, path)
     config = recorded.of_checkpoint(state, name, NETWORK)
     norm = config.norm
-    body = config.body
     is_averaged = "ema" in state
     return Weights(
         state["ema" if is_averaged else "network"],
@@ -198,8 +200,21 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
         activation=norm.activation,
         normalisation=config.data.normalisation(),
         range16=config.data.range16,
-        body=f" ({body.network})" if isinstance(body, TorchvisionBody) else f" (a {body.name})",
+        body=_choice_text(config.body),
     )
+
+
+def _choice_text(body: Body) -> str:
+    """The choice of a body, such as body=resnet50; its kind if keys were changed, and no file in configs/ has them."""
+    if isinstance(body, TorchvisionBody):
+        return f"body={body.name} body.network={body.network}"
+    unchanged = {field.name: getattr(body, field.name) for field in fields(Body)}
+    for file in sorted((CONFIGS / "body").glob("*.yaml")):
+        values = {key: value for key, value in content_of(file).items() if key != "defaults"}
+        is_of_kind = ("body", body.name) in alternatives_of("body", file.stem)
+        if is_of_kind and type(body)(**values | unchanged) == body:
+            return f"body={file.stem}"
+    return f"the body (a {body.name})"
 
 
 def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.Module, config: TrainingRun) -> Weights:

@@ -55,6 +55,7 @@ def load_by_name(
     source: str,
     name: str,
     advice: str,
+    advice_on_head: str = "",
     skip: Callable[[str, Tensor], str | None] = lambda name, tensor: None,
     remarks: Sequence[str] = (),
     channels: int = 3,
@@ -69,7 +70,7 @@ def load_by_name(
         tensors: of the file, with scales as the network parametrises them.
         source, remarks: for the report.
         name: of the file, for messages.
-        advice: the end of the message about a misfit.
+        advice: the end of the message about a misfit; `advice_on_head`: after it, if the body fits.
         skip: name and tensor -> why not to load it, or None.
         channels: of the network's images; the weights of three channels are spread over others.
 
@@ -84,7 +85,9 @@ def load_by_name(
     new = [key for key in state if key not in loaded]
     misfits = _misfits(state, loaded)
     if misfits:
-        raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
+        if not any(map(is_of_body, misfits)):
+            advice += advice_on_head
+        raise ValueError(f"{name} does not fit the network: {listed([*misfits.values()], '; ')}. {advice}")
     bad_names = not_finite(loaded)
     if bad_names:
         raise ValueError(
@@ -95,18 +98,19 @@ def load_by_name(
     return Loaded(source, list(loaded), skipped, new, (*remarks, *spread_remarks))
 
 
-def _misfits(state: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
-    """Why tensors cannot be loaded into a network with this state: no place for them, other shapes, missing ones."""
-    misfits = [f"{key} has no place in the network" for key in loaded if key not in state]
+def _misfits(state: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> dict[str, str]:
+    """Why tensors, by name, cannot be loaded into a network with this state: no place, other shapes, missing ones."""
+    misfits = {key: f"{key} has no place in the network" for key in loaded if key not in state}
     for key, tensor in loaded.items():
         if key in state and state[key].shape != tensor.shape:
-            misfits.append(f"{key} is {_shape_text(tensor)} in the file and {_shape_text(state[key])} in the network")
+            shapes = f"{_shape_text(tensor)} in the file and {_shape_text(state[key])} in the network"
+            misfits[key] = f"{key} is {shapes}"
     has_head = any(key.startswith("head.") for key in loaded)
     for key in state:
         is_required = is_of_body(key) or (has_head and key.startswith("head.") and not is_auxiliary(key))
         # The counts are used only without momentum; older programs did not save them.
         if is_required and key not in loaded and not key.endswith("num_batches_tracked"):
-            misfits.append(f"{key} is not in the file")
+            misfits[key] = f"{key} is not in the file"
     return misfits
 
 
