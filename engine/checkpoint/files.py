@@ -1,5 +1,6 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
+import difflib
 import errno
 import os
 import shutil
@@ -185,6 +186,9 @@ def read(path: Path) -> object:
     ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     expected = "a file such as RUN_DIR/checkpoints/last.pt"
+    names_beside = () if path.exists() else (file.name for file in path.parent.glob("*.pt"))
+    for name in difflib.get_close_matches(path.name, names_beside, n=1):
+        expected = f"{path.with_name(name)}, perhaps"
     return torch_files.read(path, f"checkpoint {path}", expected, advice_if_damaged(path) or "restore it from a copy")
 
 

@@ -25,6 +25,7 @@ from engine.schema.keys import named_after, override
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
+_SHOWN_CHANGES = 6  # of all keys that differ
 _ANOTHER = "give another run_dir to start a new run"
 
 
@@ -225,11 +226,16 @@ class RunDirectory:
         changed_keys = _changed_keys(recorded, config)
         if not changed_keys:
             return
-        listed = "; ".join(
+        changes = [
             f"{key} was {as_text(recorded_value)} and is {as_text(value)}"
             for key, (recorded_value, value) in changed_keys.items()
-        )
+        ]
+        listed = "; ".join(changes[:_SHOWN_CHANGES])
         advice = "Give the same values to continue it, or with others"
+        if len(changes) > _SHOWN_CHANGES and self.config.is_file():
+            listed += f" and {len(changes) - _SHOWN_CHANGES} more"
+            command = self.config.read_text("utf-8", "replace").partition("\n")[0].removeprefix("# ")
+            advice = f"It was started by {command}: give the same to continue it, and resume=auto; or with other values"
         if checkpoint.has_ended(state) and state["total_steps"] < total_steps:
             advice = "The run has ended. To train its weights for longer,"
         raise self._error(f" holds a run with another configuration: {listed}. {advice} {self._new_run_advice()}")

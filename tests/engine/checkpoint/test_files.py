@@ -158,6 +158,12 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch, writ
     assert not (tmp_path / "executed").exists()
 
 
+def test_the_checkpoint_that_is_probably_meant_is_named(tmp_path):
+    (tmp_path / "best.pt").touch()
+    with pytest.raises(ValueError, match=f"best.pth does not exist: expected {tmp_path}/best.pt, perhaps$"):
+        checkpoint.load(tmp_path / "best.pth")
+
+
 def test_unusable_files_are_named(tmp_path):
     path = tmp_path / "last.pt"
     with pytest.raises(ValueError, match=f"{path} does not exist"):

@@ -302,6 +302,17 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
                 run.checkpoint_to_resume(changed_config, total_steps=9, files={})
 
 
+def test_a_run_that_differs_in_many_keys_says_how_it_was_started(tmp_path, config):
+    run = run_in(tmp_path, config, 1)
+    run.config.write_text("# python train_seg.py norm=std seed=3\n# 1 x cpu\n")
+    changed = run_config(
+        "run_dir=RUN", "resume=auto", "norm=std", "optim=adamw", "data.crop_size=64", "norm.learn_scale=false"
+    )
+    expected = r"and \d+ more\. It was started by python train_seg\.py norm=std seed=3: give the same to continue it"
+    with pytest.raises(ValueError, match=expected):
+        resumed(run, changed)
+
+
 def test_a_resumed_run_may_have_more_plugins_in_any_order_and_none_fewer(tmp_path, config, monkeypatch):
     """One may only register a logger, which a resumed run may add."""
     recorded = with_key(config, "plugins", ["mine", "ours"])
