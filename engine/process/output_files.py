@@ -53,6 +53,7 @@ _CURES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or close other programs"),
     errno.ELOOP: "Remove the link, which leads back to itself or is where none may be",
 }
+_SUFFIXES_OF_FILES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".npy", ".csv", ".json", ".html", ".pdf")
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _WRITERS = 4  # threads
 _MOST_BYTES = 2**28  # of what waits to be written
@@ -61,7 +62,11 @@ T = TypeVar("T")
 
 
 def writable_folder(key: str, folder: Path) -> Path:
-    """Create a folder if needed and return it. ValueError, naming `key`, if it is not writable."""
+    """Create a folder if needed and return it. ValueError, naming `key`: it is not writable, or has a file's suffix."""
+    if folder.suffix.lower() in _SUFFIXES_OF_FILES and not folder.is_dir():
+        raise ValueError(
+            f"{key}={folder}: expected a folder, which gets several files: give {key}={folder.with_suffix('')}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

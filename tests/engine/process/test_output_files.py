@@ -41,6 +41,9 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
         expected = rf"predictions: {folder} is not a writable folder \({reason}\); give another with predictions="
         with pytest.raises(ValueError, match=expected):
             writable_folder("predictions", folder)
+    with pytest.raises(ValueError, match=rf"^output={tmp_path}/net.png: expected a folder.* output={tmp_path}/net$"):
+        writable_folder("output", tmp_path / "net.png")
+    assert not (tmp_path / "net.png").exists()
 
 
 def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
