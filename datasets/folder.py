@@ -341,11 +341,14 @@ def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     keys = options.keys
     ways = []
     images = root / options.image_folder
-    whole = [split for split in splits if not IN_FOLD.match(split)]
-    if len(whole) < len(splits):
+    if any(map(IN_FOLD.match, splits)):
         ways.append(f"give {keys}fold=0, or another of the folds that are there (eval.py: data.split=fold0/val)")
-    if whole:
-        ways.append(f"give one of the splits that are there: {', '.join(whole)}")
+    labelled = [split for split in splits if not IN_FOLD.match(split) and _may_have_labels(root, split, options)]
+    if labelled:
+        ways.append(f"give one of the splits that are there: {', '.join(labelled)}")
+    if len(labelled) == 1 and (root / labelled[0] / options.image_folder).is_dir():
+        way = f"with {keys}root={root / labelled[0]}, let scripts.make_classes split=[0.8,0.2] write lists"
+        ways.append(f"hold out some of its images: {way}")
     twins = None if splits or images.is_dir() else options.twins_advice(root)
     if twins:
         ways.append(twins)
@@ -354,6 +357,12 @@ def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     elif images.is_dir() and not split_folders(images):
         ways += _ways_to_lists(root)
     return "; or ".join(ways) or None
+
+
+def _may_have_labels(root: Path, split: str, options: LabelNames) -> bool:
+    """Whether a split is a list, or has a folder of labels."""
+    folders = (root / split / options.folder, root / options.folder / split)
+    return Path(root, f"{split}.txt").is_file() or any(map(Path.is_dir, folders))
 
 
 def _ways_to_lists(root: Path) -> Iterator[str]:

@@ -26,6 +26,7 @@ from datasets import (
     verify,
 )
 from datasets.class_list import distinct_palette, folder_classes, lookalikes
+from datasets.class_table import UnknownIds
 from datasets.file_list import class_folders
 from datasets.folder import folder_labels, folder_splits
 from datasets.label_names import LabelNames
@@ -740,6 +741,23 @@ def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root
     if images == "images":
         with pytest.raises(ValueError, match="holds labels such as train/.*: give data.label_folder=masks"):
             folder(nested, "train", keys="data.")
+
+
+def test_where_only_training_images_have_labels_some_are_held_out(root):
+    shutil.rmtree(root / "val")
+    shutil.rmtree(root / "test" / "labels", ignore_errors=True)
+    expected = f"splits that are there: train; or hold out some of its images: with data.root={root}/train, let scripts"
+    with pytest.raises(ValueError, match=expected):
+        folder(root, "val", keys="data.")
+
+
+def test_ids_that_count_from_1_are_told_from_a_forgotten_class():
+    table = ClassTable(("a", "b"), ((0, 0, 0), (9, 9, 9)), (0, 1), {0: 0, 1: 1, 255: 255})
+    cure = "the ids 2, which .*; if they count from 1, scripts.make_classes overwrite=true lists them so$"
+    with pytest.raises(UnknownIds, match=cure):
+        table.train_ids(np.array([[1, 2]], np.uint8))
+    with pytest.raises(UnknownIds, match="expected only 0-1, 255$"):
+        table.train_ids(np.array([[0, 2]], np.uint8))
 
 
 def test_voc_s_lists_are_named_instead_of_a_division(root):

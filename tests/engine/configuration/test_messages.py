@@ -33,6 +33,11 @@ ANSWERS = {
     "lr_schedule.steps=[30000] lr_schedule.epochs=null, with lr_schedule=multistep; --opts: leave it out",
     "train_seg.py param_scheduler.0.type=PolyLR 'param_scheduler[0].power=0.9'": "lr_schedule=poly lr_schedule.power=0",
     "train_seg.py optim_wrapper.optimizer.type=AdamW": "there is no such optim; give optim=adamw",
+    "train_seg.py --opt adam --lr 1e-3": "give optim=adamw optim.weight_decay=0 optim.lr=1e-3",
+    "train_seg.py encoder_name=resnet34 encoder_weights=imagenet": "give body=torchvision body.network=resnet34 "
+    "body.weights=published norm=std",
+    "train_seg.py --config configs/train_seg.yaml": "leave it out: it is what the program starts from",
+    "scripts.export checkpoint=RUN output=n.onnx opset=17": "there is none: the file has the opset that torch.onnx",
     "train_seg.py trainer.device=mps": "expected auto, cpu or cuda",
     "scripts.plan_memory memory.gpu=4 memory.budget=RTX3090": "give memory.gpus=4 memory.budget=24GiB",
     "scripts.make_classes data.root=DIR val_split=0.25": "give split=[0.75,0.25]",

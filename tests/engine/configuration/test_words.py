@@ -34,7 +34,7 @@ VALUES = (
     "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
     "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
     "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
-    "torchscript engine mine.FocalLoss 3 1e−3 −1 data.yaml RUN/config.yaml "
+    "torchscript engine mine.FocalLoss 3 1e−3 −1 data.yaml RUN/config.yaml configs/train_seg.yaml "
     "DiceCELoss FocalLoss TverskyLoss LovaszLoss balanced mDice "
     "early_stopping IoULoss BCELoss my/data softmax2d [1,2.5] data/camvid [512,512] 95 "
     "all x.py mIoU table3 slide fit . 50 CityscapesDataset nvidia/mit-b0 fcn_resnet50 lraspp_mobilenet_v3_large"
