@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from datasets import shared_images
 from datasets.stream import Draws
@@ -220,11 +221,12 @@ class Run(Generic[Config, Split]):
             yield minibatch
 
     def _check_rates(self, step: int) -> None:
-        """ValueError: a learning rate of the step is negative or not finite."""
+        """ValueError: a learning rate of the step is no number, negative or not finite."""
         for group in self.learner.optimizer.param_groups:
-            if not 0 <= group["lr"] < math.inf:
-                rate = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {group['lr']}"
-                raise ValueError(f"{rate} in step {step}: expected 0 or more")
+            rate: Any = group["lr"]
+            if not isinstance(rate, (Real, Tensor)) or not 0 <= rate < math.inf:  # type: ignore[operator]
+                text = f"lr_schedule={self.config.lr_schedule.name} gives the learning rate {rate!r}"
+                raise ValueError(f"{text} in step {step}: expected a number, 0 or more")
 
     def _same_random_numbers(self) -> AbstractContextManager:
         """Context whose code, which is not ours, changes none of the numbers that training draws."""

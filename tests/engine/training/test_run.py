@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,11 +170,12 @@ def test_missing_images_of_a_dataset_are_warned_of_and_refused_in_a_row_of_a_pap
             pass
 
 
-@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf"), "0.1", 1j, np.ones(2)])
 def test_a_rate_that_is_no_rate_is_refused_before_its_step(rate):
     learner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": rate}]))
     run = object.__new__(Run)
     fields = {"watch": None, "world": World(), "start_step": 6, "learner": learner, "config": run_config(*SHORT)}
     vars(run).update(fields)
-    with pytest.raises(ValueError, match=f"^lr_schedule=poly gives the learning rate {rate} in step 7: expected 0 or"):
+    expected = f"lr_schedule=poly gives the learning rate {rate!r} in step 7: expected a number, 0 or more"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         next(run.deliver_minibatches([{}], None))
