@@ -253,7 +253,9 @@ def lightning() -> Made:
 
 def accelerated(**options: Any) -> Made:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # another test of this process may have set its precision
     network, draw = llama()
     return Accelerator(cpu=True, **options).prepare(network), draw
 
