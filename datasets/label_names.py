@@ -11,6 +11,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
 
+from datasets.class_list import CLASSES
 from datasets.file_list import composed, files_in, list_files, readable
 from datasets.layout import PHOTOGRAPHS
 
@@ -150,7 +151,8 @@ class LabelNames(NamedTuple):
         has_no_labels = not self.labels(above / self.folder)
         folders = sorted(filter(Path.is_dir, above.iterdir()), key=lambda path: (path.name != self.folder, path.name))
         for folder in (*folders, above):
-            files = sorted({name for name, _ in files_in(folder) if folder / name not in image_paths})
+            names_of_files = {name for name, _ in files_in(folder) if folder / name not in image_paths}
+            files = sorted(names_of_files - {CLASSES})
             of_images = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
             for kind, (ends, cure) in _MADE_OF.items():
                 names = [name for name in of_images if name.lower().endswith(ends)]

@@ -680,6 +680,14 @@ def test_one_file_for_all_images_is_named_and_a_stray_one_is_not(root):
         folder(root, "train")
 
 
+def test_the_list_of_classes_is_no_file_of_polygons(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/a.jpg").touch()
+    (tmp_path / "classes.json").write_text("{}")
+    with pytest.raises(ValueError, match="Fix: sort your images like this"):
+        folder_labels(tmp_path)
+
+
 def test_names_that_differ_only_in_capitals_are_named(root, capsys):
     first = sorted((root / "train/labels").rglob("*.png"))[0]
     name = str(first.relative_to(root / "train/labels").with_suffix(""))
