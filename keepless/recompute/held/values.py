@@ -309,6 +309,7 @@ class Recipe:
     depth: int  # recipes in the longest chain from kept values to this one
     stream: torch.cuda.Stream | None = None  # on which the tensor was made
     wanted_count = 0  # number of values that it computes and that have consumers
+    noted_count: list[int] | None = None  # the same, for a pass that may free the recipe with a part of its graph
 
     def __init__(self, again: Again, like: Tensor, is_wanted: bool = False):
         """The recipe of a call that has just returned `like`; the result gets its dtype and strides.
@@ -347,6 +348,8 @@ class Recipe:
     def count_wanted(self, change: int) -> None:
         """Count a value that gets its first consumer (1) or loses its last (-1). Without any, inputs lose one."""
         self.wanted_count += change
+        if self.noted_count is not None:
+            self.noted_count[0] = self.wanted_count
         turning = change > 0  # the number at which inputs gain their first consumer, or lose their last
         if self.wanted_count == turning:
             for value in self.arguments:  # as `Value.count_consumer` does

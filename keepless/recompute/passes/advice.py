@@ -87,10 +87,10 @@ class Advice:
             return site
         if branch is not None:
             return branch
-        site = last_site.next
-        for _ in range(_NEAR):
+        site = last_site
+        for _ in range(_NEAR + 1):
             site = site.next
-            if site.function == function:
+            if site.function == function:  # also the next one: each `x.requires_grad = …` is a new object
                 return site
         return None
 

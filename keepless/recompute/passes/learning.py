@@ -21,7 +21,7 @@ from .registry import is_parameter
 class _Pack(NamedTuple):
     """A saved tensor."""
 
-    reference: Any  # to the `Saved` that autograd holds, or None
+    reference: Any  # to the `Saved` that autograd holds, until its part of the graph is freed; or None
     is_result: bool
     is_known: bool  # it, or its base, had a value already
     derived: int  # the bits of the argument of which it is a copy, made inside the call; 0: it is none
@@ -58,7 +58,10 @@ class Note:
             )
             for tensor, saved, is_known in call.packed
         ]
-        self.recipes = [(weakref.ref(recipe), len(recipe.outputs) > 0) for recipe, _ in call.recipes]  # of its inside
+        self.recipes: list[tuple[list[int], bool]] = []  # how many values are wanted of it, and is it of its inside
+        for recipe, _ in call.recipes:
+            recipe.noted_count = wanted_count = [recipe.wanted_count]
+            self.recipes.append((wanted_count, len(recipe.outputs) > 0))
         self.needs_rules = call.row.again is attention or any([again.draws for _, again in call.recipes])
         self.hides_parameters = _hides_parameters(call, node)
 
@@ -66,9 +69,9 @@ class Note:
         """Set the site's advice, once the pass has ended."""
         value = self.value()
         base = self.base_value()
-        are_inside = [is_inside for recipe, is_inside in self.recipes if _is_read(recipe(), value)]
+        are_inside = [is_inside for wanted_count, is_inside in self.recipes if any(wanted_count)]
         advice = bits.DROP if are_inside else 0
-        if are_inside and (self.needs_rules or any(are_inside)):
+        if are_inside and (value is None or self.needs_rules or any(are_inside)):  # none: the rules drop it in time
             advice |= bits.RULES
         if base is not None and base is not value and isinstance(base.source, Recipe) and base.consumer_count:
             advice |= bits.RULES
@@ -101,7 +104,7 @@ def _bits_of(pack: _Pack, result_value: Value | None) -> int:
     """What is worth doing for a saved tensor. `result_value`: that of the call's result."""
     saved = None if pack.reference is None else pack.reference()
     if saved is None:
-        return bits.RULES if pack.is_shape else 0
+        return bits.RULES if pack.is_shape or pack.reference is not None else 0
     value = saved.value
     source = value.source
     if value is result_value and not pack.is_result:  # the result serves in its place
@@ -115,14 +118,6 @@ def _bits_of(pack: _Pack, result_value: Value | None) -> int:
     return (
         bits.HOOKS if value is result_value or pack.is_known or source.function is checkpointed_output else bits.RULES
     )
-
-
-def _is_read(recipe: Recipe | None, result_value: Value | None) -> bool:
-    """Whether a recipe computes something that is read."""
-    if recipe is None:
-        return False
-    values = [reference() for reference in recipe.outputs] if recipe.outputs else [result_value]
-    return any([value is not None and value.source is recipe and value.consumer_count for value in values])
 
 
 def base_of(value: Value) -> Value:

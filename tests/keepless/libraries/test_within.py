@@ -91,7 +91,7 @@ def test_a_network_trains_within_a_budget_as_without_one(name):
     recompute_activations(prepared, budget=budget)
     assert [are_equal(step(prepared, draw, seed), expected[seed]) for seed in range(3)] == [True] * 3
     assert plans(prepared) == [1]
-    assert peak(prepared, draw) <= 1.01 * budget
+    assert max(peak(prepared, draw) for _ in range(2)) <= 1.01 * budget  # the first of such passes teaches advice
 
 
 def use(network: nn.Module, adapter: str) -> None:

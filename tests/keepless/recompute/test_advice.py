@@ -357,3 +357,41 @@ def test_calls_without_gradients_have_no_place_and_no_bytes():
         assert_like(plain, within, x := torch.ones(64, 32))
         peaks += [peak_bytes(lambda: step(within, x), "cpu")] if len(peaks) or not times else []  # noqa: B023
     assert max(peaks) - min(peaks) < 512
+
+
+class Detached(nn.Module):
+    """The graph of its first layers is freed during the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        halves = [[nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()) for _ in range(6)] for _ in range(2)]
+        self.first, self.second = (nn.Sequential(*blocks) for blocks in halves)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = self.first(x).mean(0).detach()
+        return (self.second(x) - target).square().mean(0)
+
+
+def test_a_part_whose_graph_is_freed_during_the_pass_stays_within_the_budget():
+    """Autograd saves its results until then, and afterwards nothing holds what they are computed from."""
+    plain, within = pair(Detached(), budget=0.5)
+    x = torch.randn(512, 32)
+    assert_like(plain, within, *[x] * 3)
+    plain_peak, *peaks = [peak_bytes(lambda: step(network, x), "cpu") for network in (plain, within, within)]  # noqa: B023
+    assert max(peaks) <= 0.5 * plain_peak
+
+
+def test_calls_that_set_an_attribute_of_a_tensor_are_found_again(monkeypatch):
+    """Each time, the function of `tensor.requires_grad = …` is another object."""
+
+    def with_constants(x: Tensor) -> Tensor:
+        for _ in range(8):
+            constant = torch.eye(8)
+            constant.requires_grad = False
+            x = F.gelu(x @ constant)
+        return x
+
+    passes = note_followed(monkeypatch)
+    plain, within = pair(After(nn.Linear(8, 8), with_constants), budget=0.7)
+    assert_like(plain, within, *torch.randn(5, 64, 8))
+    assert all(passes) and watched_count(within) == 1
