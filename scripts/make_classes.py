@@ -429,7 +429,8 @@ def doubts_about_classes(
         yield f"ids that occur nowhere, and are ignored: {ranges_text(unseen)}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     share = sum(left_out.values()) / pixels.total()
-    if share > 0.5:
+    may_be_white = WHITE in left_out and has_large_gaps(ids.keys())  # of levels of gray, such as 0, 127 and 255
+    if share > 0.5 or may_be_white:
         yield (
             f"{share:.0%} of the pixels have the ignored id {ranges_text(left_out)}: "
             f"if it is a class, give ignored=null"

@@ -2,12 +2,10 @@
 
 import json
 import re
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from datasets import folder
 from scripts.make_classes import make_classes
@@ -52,6 +50,7 @@ KINDS = {  # a label, the keys, the classes and the entries of the file, and wha
     "black and white in RGB": (equal_channels(values(0, 255)), (), 2, 2, (COLOURS_READ,)),
     "an unseen id": (values(0, 1, 4), (), 3, 5, ("ids that occur nowhere, and are ignored: 2-3\n",)),
     "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, ("60% of the pixels have the ignored id 255: if it is a",)),
+    "levels up to 255": (values(0, 0, 127, 255), (), 2, 128, ("1-126", "25% of the pixels have the ignored id 255")),
     "255 that counts": (values(0, 128, 255), ("ignored=null",), 3, 256, ("and are ignored: 1-127,",)),
     "another void": (values(0, 1, 2), ("ignored=0",), 2, 3, ()),
 }
@@ -70,37 +69,6 @@ def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(kind, tmp_path
     shown = np.array(train.palette, int)
     apart = np.abs(shown[:, None] - shown).max(axis=2) + 255 * np.eye(classes, dtype=int)
     assert apart.min() >= 8  # whatever the labels' colours are
-
-
-def blocks(*levels: int, size: tuple[int, int] = (48, 64)) -> np.ndarray:
-    """A mask of three rectangles on the first level, uint8 (H, W)."""
-    label = np.full(size, levels[0], np.uint8)
-    for place, level in enumerate(levels[1:]):
-        label[6 + 10 * place : 26 + 6 * place, 5 + 16 * place : 30 + 13 * place] = level
-    return label
-
-
-def by_jpeg(label: np.ndarray, quality: int) -> np.ndarray:
-    Image.fromarray(label).save(file := BytesIO(), "JPEG", quality=quality)
-    return np.asarray(Image.open(file))
-
-
-def resized(label: np.ndarray, kind: Image.Resampling) -> np.ndarray:
-    return np.asarray(Image.fromarray(label).resize((200, 150), kind))
-
-
-SMOOTHED = {
-    "by JPEG": by_jpeg(blocks(0, 85, 170, 255), 90),
-    "by JPEG, near levels": by_jpeg(blocks(0, 10, 20, 30), 95),
-    "resized": resized(blocks(0, 3, 6, 9), Image.Resampling.BILINEAR),
-    "resized, with overshoots": resized(blocks(0, 15, 30, 60), Image.Resampling.BICUBIC),
-    "in RGB": equal_channels(resized(blocks(0, 3, 6, 9), Image.Resampling.BILINEAR)),
-}
-SHARP = {
-    "levels": blocks(0, 3, 6, 9),
-    "resized with nearest": resized(blocks(0, 85, 170, 250), Image.Resampling.NEAREST),
-    "thin classes of successive ids": np.repeat(np.uint8([0, 1, 2, 3]), (20, 2, 30, 2))[:, None].repeat(9, 1),
-}
 
 
 def test_images_of_8_bits_that_are_nearly_black_are_doubted(tmp_path, capsys):
