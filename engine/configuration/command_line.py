@@ -29,7 +29,7 @@ from engine.configuration.multirun import Jobs, sweep
 from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.completion import write_cache
-from engine.process.distributed import launched, world_size
+from engine.process.distributed import launcher, world_size
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
@@ -59,7 +59,7 @@ def configured(
 
     def decorated(main: Callable[[Schema], Any]) -> Callable[[], None]:
         """Make `main` a command, which reads its arguments from `sys.argv`."""
-        started = record(main) if launched() else main  # `record` leaves the error for torchrun to print
+        started = record(main) if launcher() else main  # `record` leaves the error for torchrun to print
 
         @wraps(main)
         def run() -> None:

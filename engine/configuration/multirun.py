@@ -133,7 +133,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
             has run); or a job has failed.
         Preempted: see `run_jobs`.
     """
-    if distributed.launched():
+    if distributed.launcher():
         raise ValueError(
             "-m under torchrun: a sweep starts its jobs itself, each as one process. For several devices use the "
             "shell: for s in 0 1; do torchrun … seed=$s run_dir=FOLDER/seed$s resume=auto; done"

@@ -133,14 +133,9 @@ def launcher() -> str:
     return "submitit" if "SUBMITIT_EXECUTOR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def launched() -> bool:
-    """Whether a launcher started several processes."""
-    return bool(launcher())
-
-
 def cores_per_rank() -> int:
     """How many processor cores each process of this run may use here, within what a scheduler or container allows."""
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launcher() else 1
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())
@@ -155,7 +150,7 @@ def world_size() -> int:
     """How many processes this run has. ValueError: another launcher than torchrun or submitit has started several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    if launched():
+    if launcher():
         return int(os.environ["WORLD_SIZE"])
     _refuse_other_launchers()
     return 1
@@ -187,11 +182,11 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             machine.
         ConnectionError: another process ended, or did not respond within the timeout.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launcher() else 0
     own_device = device_of(device, local_rank, f"{keys}device")
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
-    is_first_group = launched() and not dist.is_initialized()
+    is_first_group = bool(launcher()) and not dist.is_initialized()
     try:
         if is_first_group:
             _join_first_group(own_device, timedelta(seconds=timeout_seconds))

@@ -25,7 +25,7 @@ from datasets.file_list import readable
 from datasets.workers import NO_THREAD
 from engine.process.allocations import cause_of, is_out_of_memory
 from engine.process.console import logger, make_printing_safe
-from engine.process.distributed import World, launched
+from engine.process.distributed import World, launcher
 from engine.process.output_files import CHECK_DISK, explained
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -66,7 +66,7 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if _IN_COMMAND.get() and (kind is None or issubclass(kind, Preempted)):
             handle_stop_signals(signal.SIG_IGN)
-        elif kind is None or not launched():  # torchrun's SIGTERM must not kill the process before its error is printed
+        elif kind is None or not launcher():  # torchrun's SIGTERM must not kill the process before its error is printed
             restore_handlers(self.previous_handlers)
 
     def anywhere(self, world: World) -> bool:

@@ -21,7 +21,7 @@ from engine.checkpoint.recorded import from_plain
 from engine.configuration.config import plain
 from engine.process import plugins
 from engine.process.console import make_console
-from engine.process.distributed import launched
+from engine.process.distributed import launcher
 from engine.process.stopping import Preempted
 from engine.schema.keys import CHOICES, chosen, groups_of
 from engine.schema.training import TrainingRun
@@ -93,7 +93,7 @@ def check(config: TrainingRun) -> None:
     Each training has a fresh interpreter and a temporary run directory. If all is equal, that is printed, and a mark is
     kept by which later trainings with these plugins know it. ValueError: they differ, and which part first.
     """
-    if launched():
+    if launcher():
         raise ValueError(f"debug=resume is for one process: start {config.entry}.py by python, without torchrun")
     steps = config.trainer.resume_check
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
@@ -109,7 +109,9 @@ def check(config: TrainingRun) -> None:
             first = _first_difference(whole, before_stop | after_stop, config)
             raise ValueError(_difference_text(parts, first_of_again, first, stop_text))
     if plugins.LOADED:
-        _mark_as_passed(config)
+        mark = _mark_of_passing(config)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     limits = f"(What begins after step {steps}, or is in no checkpoint, such as a logger's count, was not compared.)"
     make_console().print(f"debug=resume: all is equal after {steps} steps, also {stop_text}. {limits}", soft_wrap=True)
 
@@ -131,13 +133,6 @@ def _cure_of_difference(first: str) -> str:
     if "augmentations=" in first:
         return "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
     return "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
-
-
-def _mark_as_passed(config: TrainingRun) -> None:
-    """Leave the file by which trainings know that `check` has passed."""
-    mark = _mark_of_passing(config)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
 
 
 def has_passed(config: TrainingRun) -> bool:

@@ -52,7 +52,7 @@ def test_each_rank_reads_on_its_share_of_the_cores(monkeypatch, tmp_path, cores,
     monkeypatch.setattr(distributed, "CPU_LIMIT", tmp_path / "cpu.max")
     if limit:
         (tmp_path / "cpu.max").write_text(limit + "\n")
-    monkeypatch.setattr(distributed, "launched", lambda: local_ranks > 1)
+    monkeypatch.setattr(distributed, "launcher", lambda: "torchrun" if local_ranks > 1 else "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     config = run_config(f"data.workers={value}").data
     assert data.workers_of(config) == workers

@@ -130,7 +130,7 @@ def test_jobs_that_would_replace_each_others_files_are_refused():
 
 
 def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
-    monkeypatch.setattr(distributed, "launched", lambda: True)
+    monkeypatch.setattr(distributed, "launcher", lambda: "torchrun")
     with pytest.raises(SystemExit, match="^error: -m under torchrun: .* for s in 0 1; do torchrun … seed="):
         swept("-m", "seed=0,1")
 

@@ -270,7 +270,7 @@ def test_each_training_has_a_fresh_interpreter_which_loads_plugins_and_says_what
 
 
 def test_it_is_refused_under_torchrun(monkeypatch):
-    monkeypatch.setattr(resumption, "launched", lambda: True)
+    monkeypatch.setattr(resumption, "launcher", lambda: "torchrun")
     with pytest.raises(ValueError, match="start train_seg.py by python, without torchrun"):
         check()
 
