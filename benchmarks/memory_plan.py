@@ -125,7 +125,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
     if fits:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
         rows_of_fits = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
-        free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
+        free = _gib(Memory(budget=BUDGET).available(DEVICES))
         budget_text = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
         yield section("Table 3: what fits", columns(rows_of_fits, FIT, left=3), budget_text)
     experiments = by_part["experiments"]

@@ -41,7 +41,7 @@ def plan(config: TrainingRun) -> dict[str, TrainingRun]:
     devices = config.memory.gpus or 1
     config.check_shares(devices)
     share = planner.crops_per_device(config, devices)
-    budget = config.memory.available(devices)
+    budget = None if config.memory.budget is None else config.memory.available(devices)
     step = config
     if budget is not None and config.trainer.recompute == "budget":
         memory, _, remark = planner.memory_within_budget(config, devices)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from datasets import ClassificationDataset, SegmentationDataset, inspect, reading_errors
+from datasets import inspect, reading_errors
 from datasets.verify import first_lines
 from engine import assemble
 from engine.configuration.command_line import configured
@@ -33,7 +33,7 @@ from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.additions import Plugins
 from engine.schema.classification import ClassificationData
-from engine.schema.data import Data, SegmentationData
+from engine.schema.data import Data
 from engine.schema.keys import MOST_WORKERS, group, key
 
 
@@ -95,7 +95,7 @@ def check_split(
 ) -> SplitReport:
     """Inspect a whole split. ValueError: there is no such folder."""
     try:
-        dataset = open_split(config, split)
+        dataset = assemble.split_of(config, split, draw=config.root is None)  # pictures in the cache folder alone
         if isinstance(config, ClassificationData) and len(dataset.classes) != assemble.official_classes(config):
             official_images = None  # other images in ImageNet's layout
         with counted(console, f"checking {dataset.name} {split}") as progress:
@@ -118,14 +118,6 @@ def check_split(
     counts = zip(dataset.classes, pixels, inspection.holding, strict=False)  # all ids have a count
     classes = {name: {"pixels": count, "labels": labels} for name, count, labels in counts}
     return report._replace(classes=classes, ignored_pixels=pixels[255])
-
-
-def open_split(config: Data, split: str) -> SegmentationDataset | ClassificationDataset:
-    """A split, with pictures that are drawn only in the cache folder. ValueError: it cannot be opened."""
-    if isinstance(config, ClassificationData):
-        return assemble.classified_split(config, split)
-    assert isinstance(config, SegmentationData), config
-    return assemble.dataset(config, split, draw=config.root is None)
 
 
 def show(reports: Mapping[str, SplitReport], title: str, console: Console) -> None:

@@ -25,4 +25,4 @@ from engine.assemble.data import (
 )
 from engine.assemble.network import arithmetic, body, forward, norm_act
 from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
-from engine.assemble.tasks import loss, network_of, views
+from engine.assemble.tasks import loss, network_of, split_of, views

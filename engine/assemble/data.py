@@ -29,6 +29,7 @@ from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation.batches import AtOnce
+from engine.segmentation.inference import Views
 
 MOST_AUTOMATIC = 8  # data workers of a process
 
@@ -200,9 +201,8 @@ def sampler_arguments(config: TrainingRun, total_steps: int, world: World, start
 def augmentations(config: TrainingRun) -> Augmentations | None:
     """The run's own augmentations; None if it has none."""
     functions = {name: builder("augmentations", choice)() for name, choice in config.augmentations.items()}
-    most_mixes = MOST_MIXES if isinstance(config.data, SegmentationData) else 0
     for name, function in functions.items():
-        _check_augmentation(name, function, most_mixes)
+        _check_augmentation(name, function, config.data.most_mixes)
     return Augmentations(functions, config.seed) if functions else None
 
 
@@ -260,13 +260,15 @@ def evaluation_loader(
     return loader(source, config, world, sampler=shard, batch_size=batch_size, **batching)
 
 
-def at_once(config: SegmentationRun, device: torch.device, process_count: int) -> AtOnce:
-    """How many images are segmented at once. `process_count`: of the training."""
+def at_once(config: SegmentationRun, device: torch.device, process_count: int, views: Views | None = None) -> AtOnce:
+    """How many images are segmented at once, and in which views. `process_count`: of the training."""
     trainer = config.trainer
+    views = views or Views(config.data.base_size, config.data.antialias)
     if trainer.evaluate_batch_size != "auto":
-        return AtOnce(trainer.evaluate_batch_size)
+        return AtOnce(trainer.evaluate_batch_size, views=views)
     crops = -(-config.data.crops_per_minibatch // (process_count * trainer.accumulation_steps))
-    return AtOnce(pixels=None if device.type == "cpu" else crops * math.prod(config.data.crop()))
+    pixels = None if device.type == "cpu" else crops * math.prod(config.data.crop())
+    return AtOnce(pixels=pixels, views=views)
 
 
 def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:
@@ -276,4 +278,4 @@ def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Load
 
 def workers_of(config: Data) -> int:
     """Data workers of this process."""
-    return min(cores_per_rank(), MOST_AUTOMATIC) if isinstance(config.workers, str) else config.workers
+    return min(cores_per_rank(), MOST_AUTOMATIC) if config.workers == "auto" else config.workers

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
-from engine.assemble.classification import cross_entropy, evaluated_split, evaluation_minibatches
+from engine.assemble.classification import classified_split, cross_entropy, evaluated_split, evaluation_minibatches
 from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
@@ -18,9 +18,9 @@ from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.records.added_scores import AddedScores
-from engine.records.evaluated import Evaluated
-from engine.schema.classification import ClassificationRun
-from engine.schema.data import SegmentationData
+from engine.records.evaluated import Dataset, Evaluated
+from engine.schema.classification import ClassificationData, ClassificationRun
+from engine.schema.data import Data, SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
 from engine.schema.keys import is_absent
 from engine.schema.network import Head
@@ -37,6 +37,14 @@ from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork, features_read
 
 
+def split_of(config: Data, split: str, key: str = "data.split", draw: bool = False) -> Dataset:
+    """One split of either task. `draw`: see `dataset`. ValueError, naming its config key `key`: it cannot be opened."""
+    if isinstance(config, ClassificationData):
+        return classified_split(config, split, key)
+    assert isinstance(config, SegmentationData), config
+    return segmentation_dataset(config, split, key, draw)
+
+
 def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
     """Build the loss: the `Outputs` of a network, or logits (N, K, h, w) alone; labels (N, H, W) -> scalar.
 
@@ -48,8 +56,8 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
     strides: tuple[int | None, ...] = (None,)
     if isinstance(network, SegmentationNetwork):
         strides = network.strides
-        if isinstance(config.class_weights, list) and len(config.class_weights) != network.classes:
-            actual = f"loss.class_weights={config.class_weights} has {len(config.class_weights)} numbers"
+        if weights is not None and len(weights) != network.classes:
+            actual = f"loss.class_weights={config.class_weights} has {len(weights)} numbers"
             raise ValueError(f"{actual}: expected {network.classes}, one for each class, in their order")
     build = builder("loss", config)
     return SummedLoss(lambda stride: build(IGNORED, weights=weights, stride=stride), strides)
@@ -57,11 +65,9 @@ def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | 
 
 def _class_weights(config: Loss, index: ClassIndex | None) -> Tensor | None:
     """The weight of each class, float32; None: equal weights."""
-    if isinstance(config.class_weights, list):
-        return torch.tensor(config.class_weights, dtype=torch.float32)
-    if index is not None and config.class_weights == "frequency":
-        return inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    return None
+    if config.class_weights == "frequency":
+        return None if index is None else inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
+    return None if config.class_weights == "none" else torch.tensor(config.class_weights, dtype=torch.float32)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -83,16 +89,16 @@ def segment(
 ) -> Evaluated:
     """Predict and score this rank's images, and write what is asked for. `process_count`: of the training."""
     files = options.predictions, options.overlays, options.per_image
+    shown = replace(views(options, config.data), upsampling=options.upsampling)
     with segmentation.written_predictions(dataset, world, *files) as write, progress_bar(console) as progress:
         return segmentation.evaluate_split(
             forward,
             dataset,
             evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-            views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
             on_prediction=write,
-            at_once=at_once(config, world.device, process_count),
+            at_once=at_once(config, world.device, process_count, shown),
             added=added_scores(config, dataset),
         )
 
@@ -121,7 +127,7 @@ def classify(
     return replace(evaluated, details={**evaluated.details, "view": options.view})
 
 
-def added_scores(config: TrainingRun, dataset: SegmentationDataset | ClassificationDataset) -> AddedScores:
+def added_scores(config: TrainingRun, dataset: Dataset) -> AddedScores:
     """The scores that a run names, for one evaluation. Those of plugins that are not loaded are left out."""
     choices = {name: choice for name, choice in config.scores.items() if not is_absent(choice)}
     return AddedScores(

@@ -118,7 +118,6 @@ def evaluate(network: Segmenter | Classifier, dataset: SegmentationDataset | Cla
         network.forward_pass,
         dataset,
         Loader(WholeImages(dataset), 0, batch_size=1),
-        views=network.views,
         world=world,
         progress=progress,
         on_prediction=lambda *_: None,
@@ -150,16 +149,8 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
         views = assemble.views(options, config.data)
-        at_once = assemble.at_once(config, forward.mean.device, ranks_of(state))
-        return Segmenter(
-            forward,
-            classes,
-            image_format,
-            palette=state["palette"],
-            label_ids=ids,
-            views=views,
-            at_once=at_once,
-        )
+        at_once = assemble.at_once(config, forward.mean.device, ranks_of(state), views)
+        return Segmenter(forward, classes, image_format, palette=state["palette"], label_ids=ids, at_once=at_once)
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
     if isinstance(data, ImageNetData):

@@ -88,8 +88,8 @@ class Predictor(nn.Module):
 class Segmenter(Predictor):
     """Segments images: logits (N, classes, H, W).
 
-    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows
-    and flips of each image that the network sees. `at_once`: how many windows are in a pass.
+    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `at_once`: the scales, windows
+    and flips of each image that the network sees, and how many windows are in a pass.
     """
 
     def __init__(
@@ -100,13 +100,11 @@ class Segmenter(Predictor):
         *,
         palette: Sequence[Sequence[int]],
         label_ids: Sequence[int],
-        views: inference.Views,
         at_once: AtOnce,
     ):
         super().__init__(forward, classes, image_format)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
-        self.views = views
         self.at_once = at_once
         self._last_size: tuple[int, ...] = ()
         self._changes = 0  # of the size, from one image to the next
@@ -135,15 +133,16 @@ class Segmenter(Predictor):
         """Start `predict` or `probabilities`; the function that is returned waits for the result, in any thread."""
         images = pinned(self.planes(image), self.mean.device)[None]
         forward = self.forward_pass
+        views = self.at_once.views
 
         def predict(part: dict, windows: int) -> tuple[Tensor, Tensor]:
             unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
             predictions = inference.predict(
-                forward, part["image"], self.views, probabilities=probabilities, unscored=unscored, windows=windows
+                forward, part["image"], views, probabilities=probabilities, unscored=unscored, windows=windows
             )
             return predictions[0], unscored
 
-        [(_, prediction)] = self.at_once.predict_parts(forward, self.views, {"image": images}, predict)
+        [(_, prediction)] = self.at_once.predict_parts(forward, {"image": images}, predict)
         wait_for_copy = start_copy(prediction)
         self._note_size(images.shape)
 

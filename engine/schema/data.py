@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from datasets.augmentations import MOST_MIXES
 from datasets.coco_stuff import LISTS
 from datasets.stored import COLOURS, MOST_CHANNELS
 from datasets.transforms import padded_share, shown_share
@@ -51,6 +52,7 @@ class Data:
     called_with: ClassVar[tuple[str, ...]] = ("root", "split")
 
     channels = COLOURS  # of an image; a key of data=folder
+    most_mixes: ClassVar[int] = 0  # crops that an augmentation may ask for beside its own
 
     def check(self) -> None:
         has_pairs = len(self.range16) in (2, 2 * self.channels)
@@ -126,6 +128,7 @@ class SegmentationData(Data):
     scale: list[float] = key([0.7, 2.0], above=0, most=10, entries=("lowest factor", "highest factor"))
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)
+    most_mixes: ClassVar[int] = MOST_MIXES
 
     @property
     def never_shrinks(self) -> bool:

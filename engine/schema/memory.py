@@ -44,14 +44,14 @@ class Memory:
                 limits = f"a number and one of {', '.join(UNITS)}, such as 12GiB; at most 1,048,576GiB"
                 raise ValueError(f"memory.{name}={text}: expected {limits}")
         device_count = self.gpus or 1
-        if self.budget is not None and (self.available(device_count) or 0) <= 0:
+        if self.budget is not None and self.available(device_count) <= 0:
             raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(device_count)}")
 
-    def available(self, device_count: int, is_captured: bool = False) -> int | None:
-        """Bytes for tensors on each device, also of captured steps; None if the device memory is not given."""
-        if self.budget is None:
-            return None
-        left = ((bytes_of(self.budget) or 0) - _reserved(device_count)) * (1 - FRAGMENTATION)
+    def available(self, device_count: int, is_captured: bool = False) -> int:
+        """Bytes of `budget` for tensors on each device, also of captured steps."""
+        reserved = (CONTEXT, WORKSPACE, NCCL) if device_count > 1 else (CONTEXT, WORKSPACE)
+        unreserved = (bytes_of(self.budget or "") or 0) - sum(bytes_of(part) or 0 for part in reserved)
+        left = unreserved * (1 - FRAGMENTATION)
         return int(left / (1 + CAPTURED) if is_captured else left)
 
     def activation_bytes(self) -> int | None:
@@ -63,7 +63,3 @@ def deductions(device_count: int) -> str:
     """What is subtracted from a device's memory, as text."""
     nccl = f"{NCCL} for NCCL, " if device_count > 1 else ""
     return f"{CONTEXT} for CUDA, {nccl}{WORKSPACE} for convolutions and {FRAGMENTATION:.0%} of the rest"
-
-
-def _reserved(device_count: int) -> int:
-    return sum(bytes_of(part) or 0 for part in (CONTEXT, WORKSPACE, *([NCCL] if device_count > 1 else [])))

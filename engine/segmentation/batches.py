@@ -1,4 +1,4 @@
-"""How many images of one size, or windows of one image, pass through the network at once."""
+"""How images pass through the network: how many of one size, or windows of one image, at once."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.process.allocations import is_out_of_memory
 from engine.process.console import logger
-from engine.segmentation.inference import Views, resolution
+from engine.segmentation.inference import WHOLE_IMAGE, Views, resolution
 from models.forward import Forward
 
 _MOST_LOGITS = 2**28  # of a pass that is sized by pixels, at full resolution: 1 GiB in float32
@@ -25,11 +25,12 @@ class AtOnce:
 
     images: int = 1  # or windows
     pixels: int | None = None  # of all images in a pass, at most, but at least one image; replaces `images`
+    views: Views = WHOLE_IMAGE  # of each image
 
-    def counts_per_pass(self, forward: Forward, views: Views, size: tuple[int, int]) -> tuple[int, int]:
+    def counts_per_pass(self, forward: Forward, size: tuple[int, int]) -> tuple[int, int]:
         """How many images of `size` (H, W) are predicted at once, and how many windows of each."""
         classes, _, grid = resolution(forward)
-        region, windows = views.widest(size, grid)
+        region, windows = self.views.widest(size, grid)
         most = self.images
         if self.pixels is not None:
             most = max(1, min(self.pixels, _MOST_LOGITS // classes) // math.prod(region))
@@ -37,7 +38,7 @@ class AtOnce:
         return images, min(windows, most // images)
 
     def predict_parts(
-        self, forward: Forward, views: Views, batch: dict, predict: Callable[[dict, int], T]
+        self, forward: Forward, batch: dict, predict: Callable[[dict, int], T]
     ) -> Iterator[tuple[dict, T]]:
         """Yield parts of a batch of images of one size, and what `predict(part, windows at once)` returns.
 
@@ -46,7 +47,7 @@ class AtOnce:
         size = batch["image"].shape[2:]
         first_failed_count = 0  # images or windows of the first pass for which memory did not suffice
         while batch["image"].shape[0]:
-            image_count, window_count = self.counts_per_pass(forward, views, size)
+            image_count, window_count = self.counts_per_pass(forward, size)
             part = {key: values[:image_count] for key, values in batch.items()}
             count = len(part["image"]) * window_count
             prediction = None
@@ -57,7 +58,7 @@ class AtOnce:
                     raise
             if prediction is None:  # the error is gone by now, and with it the tensors of its frames
                 first_failed_count = first_failed_count or count
-                self._limit(count // 2, forward, views, size)
+                self._limit(count // 2, forward, size)
                 continue
             if first_failed_count:
                 kind = f"images or windows of {size[0]}x{size[1]} pixels"
@@ -66,11 +67,11 @@ class AtOnce:
             yield part, prediction
             batch = {key: values[image_count:] for key, values in batch.items()}
 
-    def _limit(self, count: int, forward: Forward, views: Views, size: tuple[int, int]) -> None:
+    def _limit(self, count: int, forward: Forward, size: tuple[int, int]) -> None:
         """From now on, at most `count` images of `size` or windows, or as many pixels, are in a pass."""
         self.images = count
         if self.pixels is not None:
-            region, _ = views.widest(size, resolution(forward)[2])
+            region, _ = self.views.widest(size, resolution(forward)[2])
             self.pixels = count * math.prod(region)
 
 

@@ -32,7 +32,6 @@ def evaluate_split(
     dataset: SegmentationDataset,
     images: DataLoader | UntilStopped,
     *,
-    views: Views,
     world: World,
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
@@ -48,21 +47,20 @@ def evaluate_split(
             Images without labels are predicted but not counted.
         on_prediction: called with every batch and its predictions, uint8 (N, H, W), both on the device. If it reads
             an image there, the host waits.
-        at_once: how many images of equal size are a batch. Images of other sizes may overtake.
+        at_once: the views of each image, and how many of equal size are a batch. Images of other sizes may overtake.
         added: further scores.
 
     MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
     counts = Counts(len(dataset.classes), world.device)
-    count_predictions = partial(_predict_and_count, forward, views, counts, added)
+    count_predictions = partial(_predict_and_count, forward, at_once.views, counts, added)
     image_count = 0
     untimed_count = 0  # images of the first part
     since_s = 0.0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
-    for batch in batches_of_equal_size(
-        prefetched(loaded, world.device), lambda size: at_once.counts_per_pass(forward, views, size)[0]
-    ):
-        for part, predictions in at_once.predict_parts(forward, views, batch, count_predictions):
+    minibatches = prefetched(loaded, world.device)
+    for batch in batches_of_equal_size(minibatches, lambda size: at_once.counts_per_pass(forward, size)[0]):
+        for part, predictions in at_once.predict_parts(forward, batch, count_predictions):
             image_count += len(predictions)
             if "label" in part:
                 added.add(predictions, part["label"], part["name"])
@@ -74,7 +72,7 @@ def evaluate_split(
         logger.info(speed_of(image_count - untimed_count, since_s))
     unscored_count, pixel_count = counts.unscored.tolist()
     forward.check_scores(unscored_count, pixel_count, "pixels")
-    evaluated = _evaluated(counts.confusion, dataset, views, image_count=sum(world.gather(image_count)))
+    evaluated = _evaluated(counts.confusion, dataset, at_once.views, image_count=sum(world.gather(image_count)))
     return added.sum_and_add_to(evaluated, world)
 
 

@@ -8,20 +8,17 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.assemble.classification import classified_split
-from engine.assemble.data import dataset, official_classes, official_images
+from engine.assemble.data import official_classes, official_images
 from engine.assemble.network import forward
-from engine.assemble.tasks import TASKS, network_of
+from engine.assemble.tasks import TASKS, network_of, split_of
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, device_of, world_size
-from engine.records.evaluated import Dataset
-from engine.schema.classification import ClassificationData
-from engine.schema.data import Data, SegmentationData
+from engine.schema.data import Data
 from engine.schema.keys import MOST_PIXELS, as_list
 from engine.schema.memory import Memory
 from engine.schema.optim import Poly
@@ -58,24 +55,18 @@ class FakeTensors(FakeTensorMode):
 
 def classes_of(data: Data) -> int:
     """Number of classes of a dataset; reads files only for the user's own images."""
-    return official_classes(data) or len(_train_split(data).classes)
+    return official_classes(data) or len(split_of(data, data.train_split, "data.train_split").classes)
 
 
 def training_images(data: Data) -> int:
     """Number of training images in data.root, or of a published dataset that is not there."""
     try:
-        return len(_train_split(data))
+        return len(split_of(data, data.train_split, "data.train_split"))
     except (ValueError, OSError):
         if official_classes(data) is None:
             raise
     images = official_images(data)
     return sum(images.get(split) or 0 for split in as_list(data.train_split))
-
-
-def _train_split(data: Data) -> Dataset:
-    if isinstance(data, SegmentationData):
-        return dataset(data, data.train_split, key="data.train_split")
-    return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict, dict[str, int]]:
@@ -245,7 +236,6 @@ def memory_within_budget(config: TrainingRun, device_count: int, is_captured: bo
     how these add up.
     """
     available = config.memory.available(device_count, is_captured)
-    assert available is not None
     with before_capture() if is_captured else nullcontext():
         step = planned_step(
             config, crops_per_device(config, device_count), config.data.crop_size, device_count, is_captured, available
@@ -274,7 +264,6 @@ def fitting_config(config: Config, device_count: int, is_captured: bool = False)
     memory = config.memory
     fewest = config.fewest_on_each(device_count) * config.trainer.accumulation_steps
     available = memory.available(device_count, is_captured)
-    assert available is not None
     size = config.data.crop_size
     share = crops_per_device(config, device_count)
 
@@ -350,7 +339,6 @@ def _config_within_budget(config: Config, world: World, is_captured: bool) -> Co
     """A copy that trains within `memory.budget`, captured or not; the log says why. ValueError: nothing fits."""
     memory = config.memory
     available = memory.available(world.size, is_captured)
-    assert available is not None, "there is a budget"
     chosen = deepcopy(config)
     if memory.fit:
         chosen = _config_of_resumed_run(config) or fitting_config(config, world.size, is_captured)

@@ -13,7 +13,6 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.batches import AtOnce
-from engine.segmentation.inference import Views
 from engine.segmentation.pictures import PictureCollector
 from engine.training.run import Run
 
@@ -23,14 +22,12 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
 
     Errors: see `evaluate_split`; Preempted: the run was asked to stop.
     """
-    data = run.config.data
     world = run.world
     collector = PictureCollector(run.val_set, run.config.trainer.pictures)
     evaluated = segmentation.evaluate_split(
         run.learner.evaluated,
         run.val_set,
         UntilStopped(loader, run.stop, world),
-        views=Views(data.base_size, data.antialias),
         world=world,
         progress=run.metrics.progress,
         on_prediction=collector,

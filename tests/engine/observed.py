@@ -226,7 +226,8 @@ def started(note: Callable[..., Any], run: Run, make: Callable[[], nn.Module], e
         **{name: getattr(torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark")},
     }
     note("arithmetic", modes, torch.backends.cuda.matmul.allow_tf32)
-    note("memory", run.config.memory.available(run.config.memory.gpus or 1))
+    memory = run.config.memory
+    note("memory", None if memory.budget is None else memory.available(memory.gpus or 1))
 
 
 def _of_forward(forward: Forward) -> dict:

@@ -169,7 +169,9 @@ def test_windows_of_an_image_pass_together_as_far_as_memory_allows(file, tmp_pat
     ranks = []
     windows = []
     predict = inference.predict
-    monkeypatch.setattr(assemble, "at_once", lambda config, device, processes: ranks.append(processes) or AtOnce(8))
+    monkeypatch.setattr(
+        assemble, "at_once", lambda _, device, processes, views: ranks.append(processes) or AtOnce(8, views=views)
+    )
     state = checkpoint.load(file)
     checkpoint.save(tmp_path / "net.pt", {**state, "random": {"cpu": [torch.zeros(1), torch.zeros(1)], "cuda": []}})
     network = open_network(tmp_path / "net.pt", Prediction(device="cpu", window=Window(size=32)))

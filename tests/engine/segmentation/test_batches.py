@@ -64,7 +64,8 @@ def evaluated(streets, forward: Forward, views: Views, at_once: AtOnce, sizes=SI
 
     world = World()
     progress = progress_bar(make_console())
-    options = {"views": views, "world": world, "progress": progress, "on_prediction": note, "at_once": at_once}
+    at_once.views = views
+    options = {"world": world, "progress": progress, "on_prediction": note, "at_once": at_once}
     return evaluate_split(forward, streets, minibatches(sizes), **options), predictions_by_name
 
 
@@ -176,7 +177,6 @@ def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
     config = run_config(*words)
     cuda = torch.device("cuda")
     pixels = 3 * 64 * 128  # of three crops on each of two devices
-    at_once = assemble.at_once(config, cuda, process_count=2)
     for size, views, expected in (
         ((64, 128), WHOLE_IMAGE, (3, 1)),
         ((64, 65), WHOLE_IMAGE, (5, 1)),
@@ -188,10 +188,12 @@ def test_a_batch_has_the_pixels_of_a_micro_batch(forward):
         ((64, 128), Views(window=64, overlap=0), (3, 2)),
         ((64, 128), Views(window=128), (3, 1)),
     ):
-        assert at_once.counts_per_pass(forward, views, size) == expected, (size, views)
-    assert at_once.pixels == pixels
+        at_once = assemble.at_once(config, cuda, process_count=2, views=views)
+        assert at_once.counts_per_pass(forward, size) == expected, (size, views)
+        assert at_once.pixels == pixels
     many = AtOnce(pixels=2**40)
-    assert many.counts_per_pass(forward, WHOLE_IMAGE, (64, 128))[0] == 2**28 // 19 // math.prod((64, 128))
-    assert assemble.at_once(config, torch.device("cpu"), 2).counts_per_pass(forward, WHOLE_IMAGE, (8, 8)) == (1, 1)
+    assert many.counts_per_pass(forward, (64, 128))[0] == 2**28 // 19 // math.prod((64, 128))
+    assert assemble.at_once(config, torch.device("cpu"), 2).counts_per_pass(forward, (8, 8)) == (1, 1)
     config.trainer.evaluate_batch_size = 7
-    assert assemble.at_once(config, torch.device("cpu"), 2) == assemble.at_once(config, cuda, 2) == AtOnce(7)
+    seven = AtOnce(7, views=Views(config.data.base_size, config.data.antialias))
+    assert assemble.at_once(config, torch.device("cpu"), 2) == assemble.at_once(config, cuda, 2) == seven

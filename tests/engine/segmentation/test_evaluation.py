@@ -51,11 +51,10 @@ def evaluated(
         forward,
         dataset,
         UntilStopped(loader, StopRequest(), world),
-        views=views,
         world=world,
         progress=progress_bar(make_console()),
         on_prediction=on_prediction,
-        at_once=AtOnce(at_once),
+        at_once=AtOnce(at_once, views=views),
         added=added,
     )
 
