@@ -238,7 +238,9 @@ def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.M
     source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, name_remarks = from_library(tensors, body.state_dict(), body.left_out)
-        normalisation = _normalisation_of_timm_file(path, content, name, config) if format == "timm" else None
+        normalisation = stated_normalisation(path, content) if format == "timm" else None
+        if normalisation is None and format == "timm" and config.init.weights != PUBLISHED:
+            normalisation = _normalisation_of_tags(name, config)
         return Weights(
             tensors,
             source,
@@ -251,14 +253,6 @@ def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.M
     except ValueError as error:
         advice = "body=torchvision or body=timm takes others"
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
-
-
-def _normalisation_of_timm_file(path: Path, content: object, name: str, config: TrainingRun) -> Normalisation | None:
-    """The normalisation that a file of timm's states, or that its tags suggest; None if neither does."""
-    stated = stated_normalisation(path, content)
-    if stated is None and config.init.weights != PUBLISHED:
-        return _normalisation_of_tags(name, config)
-    return stated
 
 
 def _normalisation_of_tags(name: str, config: TrainingRun) -> Normalisation | None:

@@ -49,7 +49,10 @@ def run_jobs(
                 console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
         restore_handlers(previous_handlers)
-    _print_summary(console, len(jobs) - len(failed), ended_before, failed)
+    succeeded = len(jobs) - len(failed)
+    console.print(f"{succeeded} succeeded, {ended_before} had already finished, {len(failed)} failed", soft_wrap=True)
+    for title, error in failed.items():
+        console.print(f"failed: {title}: {error}", soft_wrap=True)
     return failed
 
 
@@ -88,13 +91,6 @@ def _run_until_ended(
 def _failure_text(returncode: int) -> str:
     """How a command failed: its exit status, or the signal that killed it."""
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
-
-
-def _print_summary(console: Console, succeeded: int, ended_before: int, failed: Mapping[str, str]) -> None:
-    """Print how many commands succeeded, had finished before and failed, and the error of each of these."""
-    lines = [f"{succeeded} succeeded, {ended_before} had already finished, {len(failed)} failed"]
-    lines += [f"failed: {title}: {error}" for title, error in failed.items()]
-    console.print("\n".join(lines), soft_wrap=True)
 
 
 def _requeue_submitit_job(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:

@@ -30,14 +30,13 @@ class MetricsLogger:
     """Records one training run. A context manager: on exit everything is on disk, even after an error.
 
     Args:
-        run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
+        run_dir: for metrics.jsonl and tensorboard/, which shows its config.yaml; None on ranks that only keep counts.
         score: name of the score that selects best.pt.
         start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
             of later steps, left by a run killed after its last checkpoint, are removed.
         previous_scores: step and score of the evaluations that the checkpoint knows.
         patience: evaluations in a row without a better score, after which the run ends; None: it does not.
         wait_warning: makes a warning that steps wait for data, from the share of their time.
-        config_text: config.yaml, shown in TensorBoard.
         tell: passes on what TensorBoard gets, see `Run.tell_loggers`.
     """
 
@@ -51,7 +50,6 @@ class MetricsLogger:
         previous_scores: Iterable[tuple[int, float]] = (),
         patience: int | None = None,
         wait_warning: Callable[[float], str] | None = None,
-        config_text: str = "",
         tell: Callable[..., None] = lambda *_: None,
     ):
         self.run_dir = run_dir
@@ -63,8 +61,6 @@ class MetricsLogger:
         self.early_end_reason = ""  # for the end before the last step
         if run_dir is not None:
             self._open_files(run_dir, start_step, total_steps)
-            if start_step == 0:  # a resumed run still has it
-                self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
         # Of lines about steps: on a terminal the progress bar says the same.
         self.level = logging.DEBUG if console.is_terminal else logging.INFO
         self.progress = progress_bar(console)
@@ -142,11 +138,7 @@ class MetricsLogger:
             self.first_s = seconds
         self.done_steps += 1
         self.progress.update(self.task_id, advance=1)
-        if self.process_sums["steps"] <= LOGGED_STEPS and seconds > SLOW_SECONDS:
-            self._log_slow_step(seconds, loss)
-
-    def _log_slow_step(self, seconds: float, loss: float) -> None:
-        if self.run_dir is not None:
+        if self.run_dir is not None and self.process_sums["steps"] <= LOGGED_STEPS and seconds > SLOW_SECONDS:
             text = f"loss {loss:.3f} {seconds:.1f} s{self._time_left()}"
             logger.log(self.level, f"step {self.done_steps:,} of {self.total_steps:,}  {text}")
 
@@ -296,6 +288,9 @@ class MetricsLogger:
         if 0 < start_step < total_steps and not self.ends_early:
             self._record({"kind": "resumed", "step": start_step})
         self.tensorboard = SummaryWriter(self.events_folder, purge_step=start_step + 1)
+        config = run_dir / "config.yaml"
+        if start_step == 0 and config.is_file():  # a resumed run still has it
+            self.tensorboard.add_text("config", f"```yaml\n{config.read_text()}\n```", 0)
 
     def _drop_records_beyond(self, step: int) -> None:
         """Keep the records up to the resumed step, except its evaluation if that will be repeated."""

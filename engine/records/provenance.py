@@ -51,7 +51,6 @@ def _commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    return subprocess.run(
-        command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10, check=True
-    ).stdout.strip()
+    return subprocess.check_output(
+        ["git", *arguments], cwd=_REPOSITORY, stderr=subprocess.DEVNULL, text=True, timeout=10
+    ).strip()

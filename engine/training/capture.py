@@ -243,8 +243,13 @@ class CapturedMicroBatches:
 
         Where `requested`, the first change is only a warning.
         """
-        name = self._note_numbers(micro_batch)
-        if name is None or self.has_warned:
+        previous_numbers = self.numbers
+        self.numbers = numbers_of(self.network, micro_batch)
+        if previous_numbers is None or self.has_warned:  # the first micro-batch may initialise modules
+            return None
+        names = previous_numbers | self.numbers
+        name = next((name for name in names if previous_numbers.get(name) != self.numbers.get(name)), None)
+        if name is None:
             return None
         text = f"{name} changes from step to step, and a CUDA graph would repeat its present value"
         if not self.requested:
@@ -252,15 +257,6 @@ class CapturedMicroBatches:
         self.has_warned = True
         logger.warning(f"trainer.capture=true: {text}")
         return None
-
-    def _note_numbers(self, micro_batch: MicroBatch) -> str | None:
-        """Note the modules' numbers; return the name of one that has changed since they were last noted."""
-        previous_numbers = self.numbers
-        self.numbers = numbers_of(self.network, micro_batch)
-        if previous_numbers is None:  # the first micro-batch may initialise modules
-            return None
-        names = previous_numbers | self.numbers
-        return next((name for name in names if previous_numbers.get(name) != self.numbers.get(name)), None)
 
     def _module_of(self, error: BaseException) -> str:
         """The name and class of the innermost module that was running when the error was raised."""

@@ -116,7 +116,6 @@ class Run(Generic[Config, Split]):
             previous_scores=self.resumed["scores"] if self.resumed else (),
             patience=self.schedule.patience,
             wait_warning=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
-            config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
             tell=self.tell_loggers,
         )
         if self.resumed and self.resumed["finished"] and self.start_step < self.schedule.total_steps:

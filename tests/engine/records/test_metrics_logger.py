@@ -179,6 +179,7 @@ def test_the_first_steps_of_a_process_do_not_count_as_its_speed(tmp_path, monkey
 
 
 def write_run(run_dir, start_step, steps, total_steps=10):
+    (run_dir / "config.yaml").write_text("seed: 0\n")
     with logger(run_dir, start_step, total_steps) as running:
         for step in steps:
             running.count_step(loss=float(step), gradient_norm=1.0, images=1)
