@@ -12,14 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.configuration.config import RUNS, Schema
 from engine.process.console import logger
 from engine.process.plugins import LOADED
-from engine.schema.keys import (
-    alternative,
-    bases_of,
-    declared_in,
-    groups_of,
-    is_absent,
-    without_interpolation,
-)
+from engine.schema.keys import alternative, bases_of, declared_in, groups_of, is_absent, without_interpolation
 from engine.schema.training import TrainingRun
 from models.private_torch import tree_map
 
