@@ -123,7 +123,8 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
         if first_path != path:
             # `ascii` shows how accents differ.
             first, second = (ascii(str(file.relative_to(folder))) for file in (first_path, path))
-            raise ValueError(f"{folder} holds both {first} and {second}: expected one file per name. Remove one.")
+            problem = f"{folder} holds both {first} and {second}: expected one file per name"
+            raise ValueError(f"{problem}. Remove one, or move labels to a folder of their own.")
     return dict(sorted(paths.items()))
 
 

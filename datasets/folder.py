@@ -347,15 +347,15 @@ def _missing_split_advice(root: Path, options: LabelNames) -> str | None:
     if labelled:
         ways.append(f"give one of the splits that are there: {', '.join(labelled)}")
     if len(labelled) == 1 and (root / labelled[0] / options.image_folder).is_dir():
-        way = f"with {keys}root={root / labelled[0]}, let scripts.make_classes split=[0.8,0.2] write lists"
-        ways.append(f"hold out some of its images: {way}")
+        command = f"scripts.make_classes {_named(options)}split=[0.8,0.2]"
+        ways.append(f"hold out some of its images: with {keys}root={root / labelled[0]}, let {command} write lists")
     twins = None if splits or images.is_dir() else options.twins_advice(root)
     if twins:
         ways.append(twins)
     elif not splits and _splits_beside(above, options):
         ways.append(f"give {keys}root={above.parent}, the folder above, whose folders are the splits")
     elif images.is_dir() and not split_folders(images):
-        ways += _ways_to_lists(root)
+        ways += _ways_to_lists(root, options)
     return "; or ".join(ways) or None
 
 
@@ -365,13 +365,19 @@ def _may_have_labels(root: Path, split: str, options: LabelNames) -> bool:
     return Path(root, f"{split}.txt").is_file() or any(map(Path.is_dir, folders))
 
 
-def _ways_to_lists(root: Path) -> Iterator[str]:
+def _ways_to_lists(root: Path, options: LabelNames) -> Iterator[str]:
     """How a folder of images gets lists: from where Pascal VOC has them, if they are there, or from our command."""
     lists = sorted(root.glob("ImageSets/*/train*.txt"))
     if lists:
         yield f"copy the lists of {lists[0].parent} to {root}"
-    command = f"python -m scripts.make_classes data.root={root} split=[0.7,0.15,0.15]"
+    command = f"python -m scripts.make_classes data.root={root} {_named(options)}split=[0.7,0.15,0.15]"
     yield f"let {command} write lists, or with folds=5 those of five folds"
+
+
+def _named(options: LabelNames) -> str:
+    """The names of folders and labels, as a command gives them before other options; "" if they are the usual ones."""
+    words = options._replace(keys="data.").words(_USUAL)
+    return words and f"{words} "
 
 
 def names_on_list(root: Path, split_path: Path, images: Mapping[str, Path], options: LabelNames = _USUAL) -> list[str]:

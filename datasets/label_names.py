@@ -20,7 +20,7 @@ _DRAWN = (
     "PIL.ImageDraw.Draw(label).polygon(points, fill=id) on label = PIL.Image.new('L', size) (docs/data.md, Labels of "
     "other kinds, has programs for COCO and labelme)"
 )
-_OF_LABELS = re.compile("label|mask|ann|gt|seg|semantic", re.IGNORECASE)  # in a folder's name
+_OF_LABELS = re.compile("label|mask|ann|gt|seg|semantic|truth", re.IGNORECASE)  # in a folder's name
 _MADE_OF = {  # what people have instead of labels: suffixes, and what to do
     "polygons (labelme, COCO, …)": ((".json", ".geojson", ".jsonl"), _DRAWN),
     "polygons or boxes (YOLO, …)": ((".txt", ".csv"), _DRAWN),
@@ -85,50 +85,61 @@ class LabelNames(NamedTuple):
 
         `above`: the folder above `images`. None if these options are given already, or nothing is there.
         """
-        label_folder, suffix = self.usual_label_place(above, images)
+        folders = [path for path in above.iterdir() if path.is_dir()]
+        label_folder, suffix = self.usual_label_place(folders, images)
         if not label_folder:
             return self._advice_instead(above, images)
-        options = self._as_options(label_folder=label_folder, label_suffix=suffix)
+        options = self._as_options(folder=label_folder, suffix=suffix)
         example = readable(next(iter(images)) + suffix)
         return f"{above / label_folder} holds labels such as {example}: {options}" if options else None
 
     def twins_advice(self, above: Path) -> str | None:
-        """Advice if two folders, here or in one below, hold images and their labels, such as img_dir and ann_dir.
+        """Advice if two folders, here or up to two levels below, hold images and labels, such as img_dir and ann_dir.
 
-        Or if a folder holds both, or other files in place of labels. None if nothing of this is there.
+        Or if all lie beside each other, or other files in place of labels. None if nothing of this is there.
         """
-        for place in (above, *sorted(filter(Path.is_dir, above.iterdir()))):
+        for place in (above, *sorted(filter(Path.is_dir, (*above.glob("*"), *above.glob("*/*"))))):
             folders = sorted(filter(Path.is_dir, place.iterdir()))
             for folder in folders:
                 advice = self._advice_on_images(folder, folders)
                 if advice is not None:
                     return advice
-        return self._advice_instead(above, {})
+        return self._advice_on_pairs(above) or self._advice_instead(above, {})
 
     def _advice_on_images(self, folder: Path, folders: Sequence[Path]) -> str | None:
-        """Advice if a folder holds images, and it or another of `folders`, which lie beside it, their labels."""
+        """Advice if a folder holds images, and another of `folders`, which lie beside it, their labels."""
         images = {} if _OF_LABELS.search(folder.name) else list_files(folder, PHOTOGRAPHS, deep=True)
-        labels, suffix = self._replace(image_folder=folder.name).usual_label_place(folder.parent, images)
-        if _OF_LABELS.search(labels):
-            return self._as_options(image_folder=folder.name, label_folder=labels, label_suffix=suffix)
-        if labels == folder.name and _OF_LABELS.search(suffix):
-            options = self._as_options(label_folder=self.image_folder, label_suffix=suffix)
-            return f"move the images and labels in {folder} to {folder / self.image_folder} and {options}"
+        labels, suffix = self._replace(image_folder=folder.name).usual_label_place(folders, images)
+        if labels != folder.name and _OF_LABELS.search(labels):
+            return self._as_options(image_folder=folder.name, folder=labels, suffix=suffix)
         for label_folder in filter(lambda path: _OF_LABELS.search(path.name), folders):
             if _are_numbered(images, list_files(label_folder, PHOTOGRAPHS, deep=True)):
-                options = self._as_options(image_folder=folder.name, label_folder=label_folder.name)
+                options = self._as_options(image_folder=folder.name, folder=label_folder.name)
                 then = f", and {options}" if options else ""
                 return f"call the images in {folder} as their labels, without _0000{then}"
         return None
 
-    def usual_label_place(self, above: Path, images: Mapping[str, Path]) -> tuple[str, str]:
+    def _advice_on_pairs(self, folder: Path) -> str | None:
+        """Advice if labels lie beside their images in a folder, or in folders of it, as Roboflow writes them."""
+        with suppress(ValueError):  # two files of one name
+            images = list_files(folder, PHOTOGRAPHS, deep=True)
+            _, suffix = self._replace(image_folder=folder.name).usual_label_place([folder], images)
+            if _OF_LABELS.search(suffix):
+                options = self._as_options(folder=self.image_folder, suffix=suffix)
+                then = f", and {options}" if options else ""
+                place = folder / self.image_folder
+                return f"move the images and labels in {folder}, with their folders, to {place}{then}"
+        return None
+
+    def usual_label_place(self, folders: Sequence[Path], images: Mapping[str, Path]) -> tuple[str, str]:
         """The folder of most files that are called after the first images, and the suffix that follows their names.
 
-        Both are empty if fewer than a quarter of these images have such files.
+        Of equal ones, one that is called like labels. Both are empty if fewer than a quarter of these images have such
+        files.
         """
         wanted = [*images][:50]
         counts = Counter[tuple[str, str]]()
-        for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
+        for folder in folders:
             with suppress(ValueError):  # two files of one name
                 names = [*list_files(folder, PHOTOGRAPHS, deep=True)]
                 for image in wanted:
@@ -137,12 +148,20 @@ class LabelNames(NamedTuple):
         del counts[self.image_folder, ""]
         if not counts or 4 * max(counts.values()) < len(wanted):
             return "", ""
-        return max(sorted(counts), key=counts.__getitem__)
+        return max(sorted(counts), key=lambda place: (counts[place], bool(_OF_LABELS.search(place[0]))))
 
-    def _as_options(self, **options: str) -> str:
-        """Advice to give the options that differ from these names; "" if none differs."""
-        current = {"image_folder": self.image_folder, "label_folder": self.folder, "label_suffix": self.suffix}
-        words = " ".join(f"{self.keys}{key}={value}" for key, value in options.items() if value != current[key])
+    def words(self, other: "LabelNames") -> str:
+        """The options that give these names in place of another's, as they are typed."""
+        names = (
+            ("image_folder", self.image_folder, other.image_folder),
+            ("label_folder", self.folder, other.folder),
+            ("label_suffix", self.suffix, other.suffix),
+        )
+        return " ".join(f"{self.keys}{key}={name}" for key, name, old_name in names if name != old_name)
+
+    def _as_options(self, **names: str) -> str:
+        """Advice to give the options by which names differ from these; "" if none differs."""
+        words = self._replace(**names).words(self)
         return words and f"give {words}"
 
     def _advice_instead(self, above: Path, images: Mapping[str, Path]) -> str | None:

@@ -17,9 +17,13 @@ from datasets import channels as of_channels
 from datasets.class_table import ClassTable, UnknownIds, check_form, check_train_ids
 from datasets.file_list import FileList, file_list_of, readable
 from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_label
-from datasets.stored import COLOURS, Stored, Unreadable, read
+from datasets.stored import COLOURS, SWAPS_SIDES, Stored, Unreadable, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
+_TURNED_FIX = (
+    "The image's EXIF orientation turns it, but nothing turns the label: turn the labels too, or take the orientation "
+    "out of the images, as exiftool -Orientation= DIR does."
+)
 
 
 class Files(NamedTuple):
@@ -248,10 +252,13 @@ class SegmentationDataset(Dataset):
         """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
         if label_size == image_size:
             return
+        fix = self.label_fix or RESTORE
+        is_swapped = self.turned and label_size == image_size[::-1]
+        if is_swapped and read(entry.image, photograph=True).orientation in SWAPS_SIDES:
+            fix = _TURNED_FIX
         raise ValueError(
             f"{readable(entry.label)}: the label is {label_size[0]}x{label_size[1]} pixels and its image "
-            f"{readable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. "
-            f"{self.label_fix or RESTORE}"
+            f"{readable(entry.image)} is {image_size[0]}x{image_size[1]}; expected the same size. {fix}"
         )
 
     @property

@@ -407,8 +407,11 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         verify(val, workers=0)
         assert inspect(val, workers=0).problems == ()
         trees.write(label, np.zeros(size[::-1], np.uint8))
+        cure = "The image's EXIF .*: turn the labels too," if kind[-1] in "5678" else "Labels hold ids,"
         for read in (partial(verify, workers=0), lambda val: val[0], lambda val: val.undecoded(0)):
-            with pytest.raises(ValueError, match=f"image {image} is {size[1]}x{size[0]}; expected the same size. Lab"):
+            with pytest.raises(
+                ValueError, match=f"image {image} is {size[1]}x{size[0]}; expected the same size. {cure}"
+            ):
                 read(val)
         classes = tmp_path / kind / "train" / "cats"
         classes.mkdir(parents=True)
@@ -793,8 +796,37 @@ def test_images_with_the_names_of_nnu_net_and_pairs_in_a_split_are_renamed_and_m
         for file in (root / f"{kind}Tr").glob("*/*"):
             suffix = "" if kind == "images" else "_mask"
             file.rename(root / "train" / f"{file.stem.removesuffix(end)}{suffix}{file.suffix}")
-    with pytest.raises(ValueError, match="train/images and give label_folder=images label_suffix=_mask"):
+    for folders in ("imagesTr", "labelsTr", "train/images", "train/labels"):
+        shutil.rmtree(root / folders, ignore_errors=True)
+    cure = f"move the images and labels in {root}, with their folders, to {root}/images, and give label_folder=images "
+    with pytest.raises(ValueError, match=f"{cure}label_suffix=_mask"):
         folder(root, "train")
+    (root / "images").mkdir()
+    (root / "train").rename(root / "images" / "train")
+    assert folder(root, "train", label_folder="images", label_suffix="_mask").has_labels
+
+
+def test_of_folders_with_the_images_names_one_that_is_called_like_labels_is_advised(root):
+    for split in ("val", "test"):
+        shutil.rmtree(root / split)
+    (root / "train" / "images").rename(root / "train" / "image_2")
+    (root / "train" / "labels").rename(root / "train" / "semantic")
+    shutil.copytree(root / "train" / "image_2", root / "train" / "instance")
+    (root / "2019").mkdir()
+    (root / "train").rename(root / "2019" / "train")
+    for read in (folder_labels, lambda root: folder(root, "train")):
+        with pytest.raises(ValueError, match="Fix: give image_folder=image_2 label_folder=semantic.$"):
+            read(root)
+
+
+def test_commands_in_advice_name_the_folders(root):
+    (root / "val" / "images").rename(root / "imgs")
+    (root / "val" / "labels").rename(root / "masks")
+    for split in ("train", "val", "test"):
+        shutil.rmtree(root / split, ignore_errors=True)
+    command = rf"data.root={root} data.image_folder=imgs data.label_folder=masks split=\[0.7"
+    with pytest.raises(ValueError, match=f"let python -m scripts.make_classes {command}"):
+        folder(root, "train", image_folder="imgs", label_folder="masks")
 
 
 def test_texts_that_name_no_image_are_no_splits(root):

@@ -101,4 +101,4 @@ def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvi
         path.rename(path.with_stem("other"))
     assert camvid(moved, "train").names_and_sizes()[0] != names
     (files.image.with_name("other.JPEG")).write_bytes(b"")
-    assert re.search("holds both .*Remove one", refusal("camvid", moved))
+    assert re.search("holds both .*Remove one, or move labels", refusal("camvid", moved))
