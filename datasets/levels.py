@@ -143,7 +143,7 @@ def _cure(bits: int, advised: str, keys: str | None) -> str:
     if bits == 8:
         return "write them with values up to 255, such as floats of 0 to 1 times 255"
     if keys is None:
-        return f"the training had other images; store these alike, or train another network with {advised}"
+        return f"if the training had other images, store these alike; else train another network with {advised}"
     return f"give {keys}{advised}"
 
 

@@ -85,8 +85,9 @@ def _labelled_images(labels: LabelFiles) -> dict[str, Path]:
 
 def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    names = names_on_no_list(root, root / WITHHELD, _labelled_images(labels))
-    return names if len(names) < len(listable_images(labels)) else []
+    labelled = _labelled_images(labels)
+    names = names_on_no_list(root, root / WITHHELD, labelled)
+    return names if len(names) < len(labelled) else []
 
 
 def parts_of(

@@ -118,4 +118,6 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
             assert sentence.startswith("16-bit images of val ") and outside in sentence
         advice = json.loads(re.search(r"give data\.range16=(\[.*\])$", doubts[0][0])[1])
         assert not any(share_outside > 0.02 for share_outside in use_of(file, True, 3, advice).clipped)
-        assert re.search(r": the training had .* alike, or train another network with range16=\[\d+,", doubts[1][0])
+        assert re.search(
+            r": if the training had .* alike; else train another network with range16=\[\d+,", doubts[1][0]
+        )

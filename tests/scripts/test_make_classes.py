@@ -239,6 +239,14 @@ def unlisted(root: Path, **options) -> list[str]:
     return [remark.partition(" images")[0] for remark in remarks if "are on no list, so nothing uses them" in remark]
 
 
+def test_without_lists_no_image_is_said_to_be_on_none(tmp_path, capsys):
+    annotated(tmp_path, "a", "b")
+    trees.write(tmp_path / "images" / "without.png", np.zeros((24, 40), np.uint8))
+    run(tmp_path)
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert "1 images have no label" in output and "on no list" not in output
+
+
 def test_images_labelled_since_are_added_to_lists(tmp_path, capsys):
     """In the lists' proportions, but never to a test. What is there stays in place, as somebody may have sorted it."""
     root, keys = sixty(tmp_path), ("split=[0.6,0.2,0.2]", "add=true")
