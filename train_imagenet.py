@@ -28,7 +28,7 @@ def train(
     """
     config, eager_because = planner.fit_to_budget(config)
     with open_run(config, command, assemble.classified_splits, watch) as run:
-        run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
+        run.start(eager_because)
         val_minibatches = assemble.evaluation_minibatches(
             config.data,
             run.val_set,

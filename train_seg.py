@@ -46,7 +46,7 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
     with open_run(config, command, assemble.labelled_splits, watch) as run:
         world = run.world
         steps = run.schedule.total_steps
-        run.start(partial(assemble.network_of, config, len(run.train_set.classes)), eager_because)
+        run.start(eager_because)
 
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, run.train_set, world, progress)

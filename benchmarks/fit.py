@@ -15,7 +15,6 @@ import itertools
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -68,8 +67,8 @@ class Trained:
         assemble.arithmetic(self.config.trainer)
         self.task = TASKS[self.config.task]
         self.world = World(device=torch.device(arguments.device))
-        make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
-        self.learner = build.learner(self.config, make, ENDLESS, self.world)
+        class_count = planner.classes_of(self.config.data)
+        self.learner = build.learner(self.config, class_count, ENDLESS, self.world)
         self.loss = self.task.loss(self.config, self.learner.network)
 
     def steps_peak(self, crops: int, size: int, allowed: int) -> int:

@@ -99,8 +99,7 @@ class Training:
         if self.world.device.type == "cpu" and switch != GIVEN_BACK:
             keep_freed_memory()
         dataset = synthetic(None, "train")
-        make = partial(assemble.network_of, self.config, len(dataset.classes))
-        self.learner = build.learner(self.config, make, ENDLESS, self.world)
+        self.learner = build.learner(self.config, len(dataset.classes), ENDLESS, self.world)
         self.loss = assemble.loss(self.config.loss, network=self.learner.network)
         in_memory = list(assemble.training_loader(self.config, dataset, MINIBATCHES, self.world))
         self.minibatches = iter(prefetched(itertools.cycle(in_memory), self.world.device))  # as the training loop's

@@ -107,7 +107,7 @@ def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Ro
         (name, run.folder): papers.changed_keys(run.typed, name, run.processes)
         for name in itertools.chain(*names.values())
         for run in runs
-        if run.entry == papers.all_experiments()[name]
+        if run.schema.entry == papers.all_experiments()[name]
     }
     in_rows = {folder for (_, folder), changed in changes.items() if not changed}
 
@@ -150,7 +150,7 @@ def as_markdown(name: str, rows: list[Row], out: Path) -> str:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
         lines = []
         for run, changed in variants:
-            score = f"{TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+            score = f"{TITLES[run.schema.score]} {100 * run.results[run.schema.score]:.2f}"
             lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         parts.append("\n".join(lines))
     return in_lines("\n\n".join(parts))
@@ -167,6 +167,8 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
     published = papers.published_scores(row.experiment)
     evaluations = dict.fromkeys((score.evaluation, score.source) for score in published) or {("", ""): None}
+    measured_runs = [run for run in row.runs.get("", []) if run.used_gpu()]
+    peaks = [f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in measured_runs]
     for number, (evaluation, source) in enumerate(evaluations):
         scores = [score for score in published if (score.evaluation, score.source) == (evaluation, source)]
         names = [score.score for score in scores] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
@@ -188,7 +190,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             "; ".join(ours) or "not evaluated",
             "; ".join(filter(None, differences)) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
-            "" if number else _measured(row.runs.get("", [])),
+            "" if number else ", ".join(peaks) or "–",
             "" if number else ", ".join(_link(run, out) for run in itertools.chain(*row.runs.values())),
         ]
 
@@ -198,10 +200,6 @@ def _values(runs: list[Run], evaluation: str, score: str) -> list[float]:
     name = papers.results_of(evaluation, runs[0].typed).removeprefix("results_") if evaluation else ""
     evaluated = (run.evaluations.get(name) if evaluation else run.results for run in runs)
     return [100 * results[score] for results in evaluated if results is not None and score in results]
-
-
-def _measured(runs: list[Run]) -> str:
-    return ", ".join(f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in runs if run.used_gpu()) or "–"
 
 
 def _link(run: Run, out: Path) -> str:

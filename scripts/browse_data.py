@@ -31,6 +31,7 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console
 from engine.process.distributed import World
 from engine.process.output_files import write_figure
+from engine.records.evaluated import Dataset
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import group, key
@@ -40,7 +41,6 @@ from scripts.reports import charts
 
 ROWS, COLUMNS = 4, 2  # of crops on a sheet
 INCHES, DPI = 2.8, 130  # side of a crop; dots per inch
-Dataset = SegmentationDataset | ClassificationDataset
 Panel = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; train ids in it, uint8
 
 

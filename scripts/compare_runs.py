@@ -111,7 +111,7 @@ def rows_of_training(groups: list[Group]) -> list[list[str]]:
 def score_rows(groups: list[Group]) -> list[list[str]]:
     """Rows of the scores that all runs have, the best first, and of all classes."""
     runs = [run for group in groups for run in group.runs]
-    best = TITLES[runs[0].scores.best]
+    best = TITLES[runs[0].schema.score]
     rows = [[f"**{best} %, last checkpoint**", *(f"**{group.cell(best)}**" for group in groups)]]
     scores = (score for run in runs for score, percentage in run.percent.items() if percentage is not None)
     for score, of_class in dict.fromkeys(scores):
@@ -141,7 +141,7 @@ def curves(groups: list[Group]) -> Figure:
     If a run has fewer than three evaluations, none has a curve of scores: the last of each is drawn over the minutes,
     or, of a single run, left to the table.
     """
-    score = groups[0].runs[0].scores.best
+    score = groups[0].runs[0].schema.score
     runs = [(run, colour) for group, colour in zip(groups, colours(groups), strict=False) for run in group.runs]
     over_steps = all(len(run.curve("val", score)[0]) > 2 for run, _ in runs)
     has_scores = over_steps or len(runs) > 1
@@ -209,8 +209,8 @@ def check_comparable(folders: list[str], runs: list[Run], left_out: dict[Path, s
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
-    if len({run.scores for run in runs}) > 1:
-        scored = {TITLES[run.scores.best]: run.folder for run in runs}
+    if len({run.schema for run in runs}) > 1:
+        scored = {TITLES[run.schema.score]: run.folder for run in runs}
         actual = " and ".join(f"{folder}, scored by {score}" for score, folder in scored.items())
         raise ValueError(f"runs={folders}: expected runs of one task, found {actual}")
 

@@ -63,8 +63,12 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
     file = _file_of(place)
     if name in LOADED:
         return
-    if file is not None and not is_trusted:
-        _refuse_shared(file)
+    shared_path = None if file is None or is_trusted else _shared_path(file, _configs_of(file))
+    if shared_path is not None:
+        raise ValueError(
+            f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
+            f"(chown; chmod go-w), or give {TRUST}"
+        )
     modules_before = _modules(choices)
     threads_before = threading.active_count()
     plugin = _plugin_of(_imported(file, name), name)
@@ -82,16 +86,6 @@ def _load(place: str, choices: Mapping[str, Mapping[str, type]], is_trusted: boo
             f"too: do that in a logger, or when the network is built"
         )
     LOADED[name] = plugin
-
-
-def _refuse_shared(file: Path) -> None:
-    """ValueError: users other than this one and root could change a plugin."""
-    shared_path = _shared_path(file, _configs_of(file))
-    if shared_path is not None:
-        raise ValueError(
-            f"another user owns {shared_path}, or can write to it, and could run code as you: make it your own "
-            f"(chown; chmod go-w), or give {TRUST}"
-        )
 
 
 def _imported(file: Path | None, name: str) -> ModuleType:

@@ -120,6 +120,8 @@ class ClassificationRun(TrainingRun):
     entry: ClassVar[str] = "train_imagenet"
     score: ClassVar[str] = "top1"
     score_label: ClassVar[str] = "top-1"
+    second_score: ClassVar[str] = "top5"
+    class_score: ClassVar[str] = "accuracy"
     head_modules: ClassVar[tuple[str, ...]] = ("classifier",)
     evaluation_memory_advice: ClassVar[str] = (
         "Fewer images at once (batch_size, in a training trainer.evaluate_batch_size) need less; eval.py can use the "

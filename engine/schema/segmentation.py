@@ -102,6 +102,8 @@ class SegmentationRun(TrainingRun):
     entry: ClassVar[str] = "train_seg"
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
+    second_score: ClassVar[str] = "pixel_accuracy"
+    class_score: ClassVar[str] = "iou"
     head_modules: ClassVar[tuple[str, ...]] = ("head", "cls")
     evaluation_memory_advice: ClassVar[str] = (
         "eval.py, which can use the checkpoint of a training that stops here, and scripts.predict need less with "

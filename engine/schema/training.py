@@ -113,6 +113,8 @@ class TrainingRun(Plugins):
     entry: ClassVar[str]  # the command that trains it
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
+    second_score: ClassVar[str]  # names of other scores in results.json
+    class_score: ClassVar[str]
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time = (1, "every micro-batch needs an image")  # images that a micro-batch needs, and why
     evaluation_memory_advice: ClassVar[str] = ""  # for messages

@@ -1,13 +1,12 @@
 """Configuration keys -> the learner of a run."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from engine.assemble import optimization
 from engine.assemble.contracts import batch_problem
 from engine.assemble.network import forward
+from engine.assemble.tasks import network_of
 from engine.process.distributed import World, data_parallel
 from engine.schema.schedule import Schedule
 from engine.schema.training import Trainer, TrainingRun
@@ -20,18 +19,18 @@ from models.segmentation import SegmentationNetwork
 
 
 def learner(
-    config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World, eager_because: str = ""
+    config: TrainingRun, class_count: int, schedule: Schedule, world: World, eager_because: str = ""
 ) -> Learner:
     """Build the network on its device, initialised from `config.seed`, with everything that trains it.
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    `make` builds the network on the CPU. `eager_because`: see `planner.fit_to_budget`.
+    `eager_because`: see `planner.fit_to_budget`.
     ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; its
-    head decides for what is no class; or see `lr_schedule`, `make`.
+    head decides for what is no class; or see `lr_schedule`, `network_of`.
     """
     torch.manual_seed(config.seed)
-    plain = forward(config, make(), world.device)
+    plain = forward(config, network_of(config, class_count), world.device)
     if isinstance(plain.network, SegmentationNetwork):
         _check_classes_of_head(plain.network, world.device)
     if world.device.type == "cpu" and (config.trainer.channels_last or config.trainer.precision == "bfloat16"):

@@ -23,11 +23,11 @@ from engine.process import plugins
 from engine.process.console import make_console
 from engine.process.distributed import launcher
 from engine.process.stopping import Preempted
+from engine.schema.evaluation import NETWORK
 from engine.schema.keys import CHOICES, chosen, groups_of
 from engine.schema.training import TrainingRun
 from models.private_torch import tree_leaves
 
-NETWORK = ("norm", "body", "head")
 # The groups whose choices compute what is compared of a step.
 COMPUTED_BY = {"draws": ("sampler",), "crops": ("augmentations",), "outputs": NETWORK, "loss": ("loss",)}
 COMPUTED_BY |= {"gradients": ("loss", *NETWORK), "learning rates": ("lr_schedule",), "weights": ("optim",)}
@@ -125,14 +125,11 @@ def _difference_text(parts: list[str], first_of_again: str, first: str, stop_tex
     if first_of_again:
         cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
         return f"{text}, but two whole runs differ already: {first_of_again}. {cure}"
-    return f"{text} {stop_text}: {first or parts[0]}. {_cure_of_difference(first)}"
-
-
-def _cure_of_difference(first: str) -> str:
-    """What to do about a difference of a continued run. `first`: see `_first_difference`, which names the choices."""
     if "augmentations=" in first:
-        return "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
-    return "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
+        cure = "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
+    else:
+        cure = "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
+    return f"{text} {stop_text}: {first or parts[0]}. {cure}"
 
 
 def has_passed(config: TrainingRun) -> bool:

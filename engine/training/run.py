@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from datasets import shared_images
 from datasets.stream import Draws
@@ -91,13 +91,13 @@ class Run(Generic[Config, Split]):
             data["root"] = os.path.abspath(os.path.expanduser(data["root"]))
         return self.plain_config | {"trainer": trainer, "data": data}
 
-    def start(self, make: Callable[[], nn.Module], eager_because: str = "") -> None:
+    def start(self, eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
 
         ValueError: see `build.learner`, `initialise`; the checkpoint does not fit; or a score of one's own is none.
         """
         added_scores(self.config, self.val_set)  # for its errors: the first evaluation would be late to find them
-        learner = build.learner(self.config, make, self.schedule, self.world, eager_because)
+        learner = build.learner(self.config, len(self.train_set.classes), self.schedule, self.world, eager_because)
         if self.resumed is not None:
             self._resume(learner, self.resumed)
             self.resumed = {part: self.resumed[part] for part in ("scores", "finished", "random", "parts")}

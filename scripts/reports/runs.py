@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets.file_list import printable
 from engine.checkpoint import recorded
@@ -32,29 +32,12 @@ TITLES = {
 }
 
 
-class Scores(NamedTuple):
-    """The names of a task's scores in results.json."""
-
-    best: str
-    second: str
-    of_classes: str
-
-
-SCORES = (Scores("miou", "pixel_accuracy", "iou"), Scores("top1", "top5", "accuracy"))
-
-
-def _scores_in(results: dict) -> Scores:
-    tasks = [scores for scores in SCORES if scores.best in results]
-    if not tasks:
-        raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
-    return tasks[0]
-
-
 class Run:
     """The files of a run that has ended, with local folders replaced by DIR.
 
     Attributes:
         is_copy: whether a comparison wrote the files.
+        schema: its class of keys, which knows its task.
         training: its speed, minutes and peak memory, from its metrics, which are then `thinned`; empty if it ended
             before trainer.log_every_steps.
         typed: its configuration.
@@ -72,8 +55,11 @@ class Run:
         self.name = folder.resolve().name
         self.results = _content(folder / "results.json")
         self.is_copy = self.results["config"]["run_dir"] == "DIR"
-        self.scores = _scores_in(self.results)
-        self.classes = list(self.results[self.scores.of_classes])
+        schemas = [schema for schema in configuration.RUNS.values() if schema.score in self.results]
+        if not schemas:
+            raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
+        self.schema = schemas[0]
+        self.classes = list(self.results[self.schema.class_score])
         header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         match = re.search(r"experiment=([\w/.-]+)", self.command)
@@ -87,15 +73,13 @@ class Run:
         }
         self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
         # If it was evaluated again on another device or in other minibatches, a few pixels differ.
-        if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
+        if abs(self.records[-1].get(self.schema.score, math.inf) - self.results[self.schema.score]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
         if "training" not in self.results:  # a run's own file, not a copy
             self.results["training"] = self._training_facts()
         self.training = self.results["training"]
-        self.records = thinned(self.records, self.scores.best)
-        (schema,) = (run for run in configuration.RUNS.values() if run.score == self.scores.best)
-        self.entry = schema.entry
-        self.typed = recorded.from_plain(self.results["config"], schema, f"{folder}")
+        self.records = thinned(self.records, self.schema.score)
+        self.typed = recorded.from_plain(self.results["config"], self.schema, f"{folder}")
         self.fold: int | None = getattr(self.typed.data, "fold", None)
         self.keys = self._distinguishing_keys()
 
@@ -150,11 +134,13 @@ class Run:
     @cached_property
     def percent(self) -> dict[tuple[str, str], float | None]:
         """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none."""
-        scores = self.scores
-        shares: dict[tuple[str, str], float | None] = {(TITLES[name], ""): self.results[name] for name in scores[:2]}
+        best = self.schema.score
+        class_score = self.schema.class_score
+        scores = (best, self.schema.second_score)
+        shares: dict[tuple[str, str], float | None] = {(TITLES[name], ""): self.results[name] for name in scores}
         for name, results in self.evaluations.items():
-            shares[f"{TITLES[scores.best]}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
-        shares |= {(TITLES[scores.of_classes], name): share for name, share in self.results[scores.of_classes].items()}
+            shares[f"{TITLES[best]}, eval.py: {name.replace('_', ', ')}", ""] = results[best]
+        shares |= {(TITLES[class_score], name): share for name, share in self.results[class_score].items()}
         return {key: None if share is None else 100 * share for key, share in shares.items()}
 
     def write(self, folder: Path) -> None:
@@ -262,7 +248,7 @@ def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
-            is_alike = group[0].keys == run.keys and group[0].scores == run.scores
+            is_alike = group[0].keys == run.keys and group[0].schema is run.schema
             if is_alike and all((other.typed.seed, other.fold) != (run.typed.seed, run.fold) for other in group):
                 group.append(run)
                 break

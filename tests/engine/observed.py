@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -203,7 +204,7 @@ class Directory:
 _networks: dict[str, list[str]] = {}  # lines, by all keys that `network_of` may read
 
 
-def started(note: Callable[..., Any], run: Run, make: Callable[[], nn.Module], eager: str = "") -> None:
+def started(note: Callable[..., Any], run: Run, eager: str = "") -> None:
     """Instead of `Run.start`: the network on no device, and a learner of a stub."""
     config = run.config
     classes = len(run.train_set.classes)
@@ -212,9 +213,10 @@ def started(note: Callable[..., Any], run: Run, make: Callable[[], nn.Module], e
     )
     if key not in _networks:
         with torch.device("meta"):
-            _networks[key] = [*described(make(), "network")]
+            _networks[key] = [*described(build.network_of(config, classes), "network")]
     note("network", *_networks[key])
-    run.learner = build.learner(run.config, Stub, run.schedule, run.world, eager)
+    with patch.object(build, "network_of", lambda *_: Stub()):
+        run.learner = build.learner(run.config, classes, run.schedule, run.world, eager)
     note("seed", torch.initial_seed())
     on_cuda = World(device=torch.device("cuda"))
     note("eager on CUDA", build.why_eager(run.config, Stub(), 100, on_cuda))

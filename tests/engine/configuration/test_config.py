@@ -398,12 +398,12 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     config.check_shares(process_count=3)
     assert config.data.crops_per_minibatch == 6
     schedule = assemble.schedule_of(config, images=100)
-    learner = build.learner(config, partial(assemble.network_of, config, 3), schedule, World())
+    learner = build.learner(config, 3, schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
     assert learner.max_gradient_norm == 0.5
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run has 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
-        build.learner(no_smoke, partial(assemble.network_of, config, 3), schedule, World())
+        build.learner(no_smoke, 3, schedule, World())
 
 
 @pytest.mark.parametrize(

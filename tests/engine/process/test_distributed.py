@@ -44,7 +44,7 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
     generator = torch.Generator().manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
+        learner = build.learner(config, 5, one_epoch(10), world)
         for _ in range(2):
             images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
             labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
@@ -78,15 +78,16 @@ def unequal_weights(rank: int) -> dict:
     config = run_config(*SHORT, "trainer.ema_decay=0.9")
     config = replace(config, trainer=replace(config.trainer, capture=True))  # on a CPU, where it is refused
 
-    def network() -> torch.nn.Module:
-        network = assemble.network_of(config, 5)
+    def different_network(*arguments: object) -> torch.nn.Module:
+        network = assemble.network_of(*arguments)
         for parameter in network.parameters():
             parameter.data.add_(rank)
         return network
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "CapturedMicroBatches", lambda *_, **__: None)
-        learner = build.learner(config, network, one_epoch(10), this_world())
+        patch.setattr(build, "network_of", different_network)
+        learner = build.learner(config, 5, one_epoch(10), this_world())
     averages = {f"average of {name}": value for name, value in learner.average.module.named_parameters()}
     return {**dict(learner.network.named_parameters()), **averages}
 
@@ -108,7 +109,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     small_buckets = partial(distributed.DistributedDataParallel, bucket_cap_mb=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "DistributedDataParallel", small_buckets)
-        learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
+        learner = build.learner(config, 5, one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).main.logits.mean().backward()

@@ -124,8 +124,7 @@ def test_recomputed_and_reversible_steps_and_those_of_six_channels_read_nothing_
     config = run_config(*SHORT, "body=resnext_tiny", "norm.backend=eager", "head.hidden_channels=8", *words)
     losses = []
     for captured in (False, True):
-        make = partial(assemble.network_of, config, 5)
-        learner = build.learner(config, make, one_epoch(50), World())
+        learner = build.learner(config, 5, one_epoch(50), World())
         if captured:
             learner.captured = CapturedMicroBatches(learner.network, record=recorded_on(learner.network))
         losses.append(losses_of(learner, 8, SUMMED, config.data.channels))

@@ -47,8 +47,7 @@ def sums_in_any_order_afterwards():
 def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     config = run_config(*SHORT, *SMALL, *overrides, "trainer.device=cuda")
     arithmetic(config.trainer, fixed_sizes=True)
-    make = partial(assemble.network_of, config, CLASSES)
-    learner = build.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
+    learner = build.learner(config, CLASSES, one_epoch(50), World(device=torch.device("cuda")))
     return learner, assemble.loss(config.loss).cuda()
 
 

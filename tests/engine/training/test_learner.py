@@ -1,7 +1,6 @@
 """The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
 import copy
-import functools
 import math
 
 import pytest
@@ -156,15 +155,15 @@ def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
     """TorchInductor computes them as PyTorch does."""
     monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     config = run_config("body=resnext_small", "body.groups=4", "trainer.compile=true", "trainer.precision=bfloat16")
-    make = functools.partial(assemble.network_of, config, 5)
     with pytest.raises(ValueError, match="wrong gradients of body.mod4.block1.convs.conv2, a dilated"):
-        build.learner(config, make, one_epoch(10), World())
+        build.learner(config, 5, one_epoch(10), World())
 
 
-def test_layers_without_gradients_are_refused_where_ranks_would_wait_for_them():
+def test_layers_without_gradients_are_refused_where_ranks_would_wait_for_them(monkeypatch):
     config = run_config("run_dir=unused", "norm.backend=eager", "head.hidden_channels=8")
     network = assemble.network_of(config, 5)
     network.head.reads = (4,)
     assert network.unread_feature == "mod5"
+    monkeypatch.setattr(build, "network_of", lambda *_: network)
     with pytest.raises(ValueError, match="no head reads mod5, the last feature of the body"):
-        build.learner(config, lambda: network, one_epoch(2), World(size=2))
+        build.learner(config, 5, one_epoch(2), World(size=2))

@@ -50,7 +50,7 @@ def test_weights_for_images_of_another_scale_are_doubted_in_the_log(tmp_path, mo
     network = assemble.network_of(config, 19)
     torch.save(network.state_dict(), weights)
     with open_run(config, "train_seg.py", assemble.labelled_splits) as run:
-        run.start(lambda: network)
+        run.start()
     assert "the first norm sees 9.0e+03 times the variance" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -78,7 +78,7 @@ def test_missing_weights_are_named_before_the_data_are_checked(tmp_path, monkeyp
     instead = "is a folder without checkpoints/last.pt" if is_folder else "does not exist"
     with pytest.raises(ValueError, match=f"^init.weights={tmp_path}/start {instead}: expected a file of weights"):
         with open_run(config, "train_seg.py", assemble.labelled_splits) as run:
-            run.start(lambda: assemble.network_of(config, 19))
+            run.start()
 
 
 @pytest.mark.parametrize("method, problem", [("end", ValueError("gone")), ("scalars", SystemExit(1))])
