@@ -52,6 +52,8 @@ class Signature:
         self.coming: Signature | None = None  # of passes before which no parameter has a gradient: see `Plans`
         self.watch: Watch | None = None  # the last step that was watched, until it is planned
         self.backward: Backward | None = None  # of the last pass, if no backward pass has followed the watched one
+        self.lost_count = 0  # watched passes without a backward pass: each time, a pass further after the next is due
+        self.skip_count = 0  # passes until then
         self.plan: Plan | None = None
         self.lender: Signature | None = None  # of another size, which the plan was made for
         self.advice: Advice | None = None
@@ -158,4 +160,17 @@ class Signature:
         """Whether the pass that was watched, or one after it, still waits for its backward pass."""
         if self.watch is not None:
             return self.watch.is_awaited()
-        return self.backward is not None and not self.backward.has_begun
+        return self.backward is not None and (self.skip_count > 0 or not self.backward.has_begun)
+
+    def note_lost(self) -> None:
+        """The pass that was watched has no backward pass, as that of a generator for the discriminator's step."""
+        self.backward = Backward(None)  # which no graph has
+        self.skip_count = self.lost_count
+        self.lost_count += 1
+
+    def note_unwatched(self, output: object) -> None:
+        """A pass has ended that was not watched, although a step is due."""
+        if self.backward is not None and self.backward.has_begun:
+            self.skip_count -= 1
+        else:
+            self.backward = Backward(output)

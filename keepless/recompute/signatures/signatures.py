@@ -232,7 +232,7 @@ class Signatures:
             self._planner.warn_of_failure(watch.error)
             signature.follow_own(None)
         else:
-            signature.backward = Backward(None)  # which no graph has: watch again after a pass with a backward pass
+            signature.note_lost()
 
     def _may_measure(self) -> bool:
         """Whether operators may be measured now. It waits for the device, and would end a profiler: warn of that."""
@@ -274,7 +274,7 @@ class Signatures:
         if signature.base is not signature:  # gradients came
             self.gradients.await_backward(Backward(output))
         elif signature.is_due:
-            signature.backward = Backward(output)
+            signature.note_unwatched(output)
         is_complete = recording.elsewhere is None  # nothing is held elsewhere
         if is_complete and isinstance(recording, Advised) and recording.has_followed:
             return

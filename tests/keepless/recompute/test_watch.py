@@ -361,6 +361,16 @@ def test_evaluations_with_gradients_are_watched_once_and_a_training_then_gets_it
     assert len(watched) == 2 and plans(within) == [1]
 
 
+def test_a_network_that_each_step_calls_without_a_backward_pass_first_gets_its_plan(watched):
+    """As a generator: the discriminator learns from its images first. Here from two batches of them."""
+    within = recompute_activations(Layers(2), budget=0.9)
+    for _ in range(5):
+        within(X.view(32, 32)), within(X.view(32, 32))
+        gradients(within, X.view(32, 32))
+    lost, counted = watch.State.LOST, watch.State.COUNTED
+    assert [ended.state for ended in watched] == [lost, lost, lost, counted] and plans(within) == [1]
+
+
 LARGE = torch.linspace(-1, 1, 256 * 32).sin().view(256, 32)
 
 
