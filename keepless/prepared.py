@@ -269,7 +269,7 @@ class _Hooks:
         frame = sys._getframe(1)
         if self.gradient_hook is not None and torch.is_grad_enabled():
             self.remove_gradient_hook()
-            if self.signatures.budget is None and not self.checkpointed_only:  # a budget has a warning of its own
+            if not self.checkpointed_only:
                 _warn_of_compiled_parts(module)
         recording = self._new_recording(module, args, kwargs, frame) if _can_record() else None
         if recording is not None:

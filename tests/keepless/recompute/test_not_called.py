@@ -87,10 +87,11 @@ def disabled(network: nn.Sequential, number: int) -> None:
     network[number].forward = torch.compiler.disable(network[number].forward)
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"])
 @pytest.mark.parametrize("compile_part", [wrapped, in_place, forward, disabled])
-def test_compiled_parts_are_named_once(compile_part):
+def test_compiled_parts_are_named_once(compile_part, budget):
     network = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
-    recompute_activations(network)
+    recompute_activations(network, budget=budget)
     for number in (1, 2):
         compile_part(network, number)
     texts = messages_of([lambda: network(torch.ones(2, 4)).sum()] * 2)
