@@ -18,6 +18,7 @@ from datasets import ClassificationDataset, SegmentationDataset
 from datasets.row import Row
 from engine.process.allocations import is_out_of_memory
 from engine.process.plugins import hidden_library
+from engine.process.stopping import Preempted
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.data import Data, Sampler, SegmentationData
@@ -151,33 +152,50 @@ def batch_problem(config: TrainingRun) -> str | None:
 def parts_named(config: TrainingRun) -> Iterator[None]:
     """Context that puts GROUP=NAME before an error that comes from the user's own choice, or is about it.
 
-    Other errors of a computation get a note of the user's choices, which may have caused it.
+    Other errors of a computation end with the user's choices that may have caused them.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        kind = type(error).__name__
-        message = re.split(rf"\n(?:\w+\.)*{kind}: ", str(error))[-1].strip()  # of a data worker, after its traceback
-        is_of_device = is_out_of_memory(error) and (error.__cause__ is not None or not isinstance(error, MemoryError))
-        name = None if is_of_device else _part_behind(error, message, config)
-        if name is None:
-            suspects = [] if is_of_device else _suspects(error, config)
-            if suspects:
-                error.add_note(f"The cause may be in {' or '.join(suspects)}")
+        named_error = _error_with_choices(error, config)
+        if named_error is None:
             raise
-        if name in message.rpartition("\n")[2]:
-            raise
-        reason = message if isinstance(error, ValueError) else f"{kind}: {message}"
-        ending = f"\nThis comes from {name}" if "\n" in reason else ""
-        named_kind = type(error) if isinstance(error, (MemoryError, ConnectionError)) else ValueError
-        raise named_kind(f"{name}: {reason}{ending}") from error
+        raise named_error from error
+
+
+def _error_with_choices(error: BaseException, config: TrainingRun) -> Exception | None:
+    """An error that also names the choice behind it, or those that may have caused it; None: none, or it does so."""
+    if is_out_of_memory(error) and (error.__cause__ is not None or not isinstance(error, MemoryError)):
+        return None  # of a device
+    kind = type(error).__name__
+    message = re.split(rf"\n(?:\w+\.)*{kind}: ", str(error))[-1].strip()  # of a data worker, after its traceback
+    name = _part_behind(error, message, config)
+    if name is None:
+        return _error_with_suspects(error, message, _suspects(error, config))
+    if name in message.rpartition("\n")[2]:
+        return None
+    reason = message if isinstance(error, ValueError) else f"{kind}: {message}"
+    ending = f"\nThis comes from {name}" if "\n" in reason else ""
+    named_kind = type(error) if isinstance(error, (MemoryError, ConnectionError)) else ValueError
+    return named_kind(f"{name}: {reason}{ending}")
+
+
+def _error_with_suspects(error: BaseException, message: str, suspects: list[str]) -> Exception | None:
+    """An error whose message ends with the choices that may have caused it; None if there are none."""
+    if not suspects:
+        return None
+    ending = f"\nThe cause may be in {' or '.join(suspects)}"
+    for kind in (ValueError, FloatingPointError, RuntimeError):
+        if isinstance(error, kind):
+            return kind(f"{message}{ending}")
+    return RuntimeError(f"{type(error).__name__}: {message}{ending}")
 
 
 def _suspects(error: BaseException, config: TrainingRun) -> list[str]:
     """The choices of one's own, GROUP=NAME, that may have caused an error in code of others."""
     module = _frames(error)[0].f_globals.get("__name__", "")
     is_of_input = isinstance(error, ValueError) and not module.startswith("keepless.")
-    if is_of_input or isinstance(error, (OSError, MemoryError, SystemExit)):
+    if is_of_input or isinstance(error, (OSError, MemoryError, SystemExit, Preempted)):
         return []
     names = {*_names_of_own_choices(config).values()}
     return sorted(name for name in names if not name.startswith(("logger=", "scores=")))

@@ -223,8 +223,7 @@ def _message_for_users(error: Exception) -> str | None:
         return None
     # DataLoader workers put the original message at the end of a traceback.
     text = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-    notes = getattr(error, "__notes__", ())
-    message = readable("\n".join([f"error: {text.strip()}", *notes]), lines=True)
+    message = readable(f"error: {text.strip()}", lines=True)
     if isinstance(error, OSError):
         _, cure = explained(error, Path(str(error.filename)).parent)
         if cure != CHECK_DISK:
