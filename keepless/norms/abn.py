@@ -197,19 +197,11 @@ class ABN(NormBase):
             )
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
     ) -> None:
         if self.weight is not None:
             warn_if_released(state_dict, prefix, local_metadata, missing_keys)
-        lists = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *lists)
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:
