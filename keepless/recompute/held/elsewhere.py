@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -147,9 +148,7 @@ def free_host_bytes() -> int:
     """Bytes of host memory that a process may still take: the machine's, or its container's, shared by its ranks."""
     lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    try:
+    with suppress(OSError, ValueError):  # there is no limit
         limit = int((_GROUP / "memory.max").read_text())
         free.append(limit - int((_GROUP / "memory.current").read_text()))
-    except (OSError, ValueError):  # there is no limit
-        pass
     return min(free, default=2**63) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
