@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -247,20 +248,42 @@ def modified_error(name: str, tensor: Tensor, version: int, expected: int) -> Ru
     )
 
 
-class ShapeOnly:
-    """Saved in place of a tensor if the gradient needs only its shape and strides, not its values."""
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor, saved in its place if the gradient does not need its values.
 
-    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
+    PyTorch's `tree_map` sees it as a leaf.
+    """
 
-    def __init__(self, tensor: Tensor):
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.dtype = tensor.dtype
-        self.device = tensor.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "TensorSpec":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its memory, from its first value to its last."""
+        return self.dtype.itemsize * self.span
+
+    @property
+    def span(self) -> int:
+        """Entries in memory, from the first one to the last; 0 if the tensor is empty."""
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        return 1 + sum(steps) if all(self.shape) else 0
 
     def get(self) -> Tensor:
         """A tensor with arbitrary values. The same strides select the same algorithm."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def ones(self) -> Tensor:
+        """A tensor of ones; of zeros if it holds integers, which may be indices."""
+        value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        entries = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
+        return entries.as_strided(self.shape, self.stride)
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:

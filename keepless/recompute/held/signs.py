@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...saved import Kept, ShapeOnly, current_stream, laid_out, wait_for
+from ...saved import Kept, TensorSpec, current_stream, laid_out, wait_for
 from ...torch_internals import Hooks, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
@@ -61,7 +61,7 @@ class Signs:
     __slots__ = ("bits", "like", "stream")
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
-        self.like = ShapeOnly(tensor)
+        self.like = TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.stream = current_stream(tensor)
         with torch.inference_mode(False), torch.no_grad(), without_function_modes():  # perhaps in a later call's modes
             self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...saved import Kept, ShapeOnly, view
+from ...saved import Kept, TensorSpec, view
 from ...torch_internals import node_of
 from ..held.calls import Call
 from ..held.signs import Signs
@@ -53,7 +53,7 @@ class Note:
                 tensor is result,
                 is_known,
                 bits.derived_from(call.arguments, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
-                type(saved) is ShapeOnly,
+                type(saved) is TensorSpec,
                 not tensor.requires_grad,
             )
             for tensor, saved, is_known in call.packed

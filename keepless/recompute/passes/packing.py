@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...saved import Kept, ShapeOnly, current_stream, is_ordinary
+from ...saved import Kept, TensorSpec, current_stream, is_ordinary
 from ...torch_internals import address, without_function_modes
 from ..held.calls import Call, Inside
 from ..held.signs import Positive, Signs
@@ -16,7 +16,7 @@ from .finder import derive_value
 from .registry import NOT_KNOWN, Registry
 
 
-def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | TensorSpec:
     """The saved-tensor hook of a pass that is recorded by the rules."""
     call = registry.call
     if call is not None:
@@ -32,7 +32,7 @@ def pack(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
     return saved
 
 
-def make_holder(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+def make_holder(registry: Registry, tensor: Tensor) -> Saved | Kept | TensorSpec:
     """Make what autograd holds in place of a tensor that it saves: the tensor itself, only its shape, or its value."""
     call = registry.call or Call(type(None), Row(), (), {})  # outside of calls: an empty one
     call.save_count += 1
@@ -44,7 +44,7 @@ def make_holder(registry: Registry, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         registry.log.note_subclass(kept, tensor)
         return kept
     if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
-        return ShapeOnly(tensor)
+        return TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if row.narrow is None or tensor.dtype is not torch.int64:
         return _save_with_value(registry, tensor, call)
     value = registry.find_value(tensor)

@@ -17,7 +17,7 @@ Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the byt
     concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `MUCH` times
     smaller than the kept tensors that this would read: the mean of an activation is kept itself.
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
-    shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
+    shape and strides are kept (`TensorSpec`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed, at the latest as the pass ends.
 Rule 7. A value is computed for its first consumer in a backward pass, and held until the last one has read it or the
     pass has ended. Another backward pass over the graph computes it again.

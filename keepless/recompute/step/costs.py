@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from ...inputs import tensors_in
-from ...saved import is_ordinary
+from ...saved import TensorSpec, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
@@ -42,36 +41,6 @@ def is_measuring() -> bool:
     return _profiler.locked()
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, strides, dtype and device of a tensor. PyTorch's `tree_map` sees it as a leaf."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def size(self) -> int:
-        """Bytes of its memory, from its first value to its last."""
-        return self.dtype.itemsize * self.span
-
-    @property
-    def span(self) -> int:
-        """Entries in memory, from the first one to the last; 0 if the tensor is empty."""
-        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
-        return 1 + sum(steps) if all(self.shape) else 0
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    def tensor(self) -> Tensor:
-        """A tensor of ones; of zeros if it holds integers, which may be indices."""
-        value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        entries = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
-        return entries.as_strided(self.shape, self.stride)
-
-
 class Operator(NamedTuple):
     """A call of one of PyTorch's operators, without the values of its tensors: it is measured on ones."""
 
@@ -85,7 +54,7 @@ class Operator(NamedTuple):
 
     def call_on_ones(self) -> Callable[[], Any]:
         """A function that makes the call on tensors of ones, allocated here."""
-        arguments = tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, TensorSpec) else leaf, [*self.arguments])
+        arguments = tree_map(lambda leaf: leaf.ones() if isinstance(leaf, TensorSpec) else leaf, [*self.arguments])
         if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
             arguments[0].mul_(0.01 / arguments[0].shape[-1])
         args = arguments[: len(arguments) - len(self.names)]
@@ -115,10 +84,10 @@ def spec_of(argument: Any) -> Any:
         return NotImplemented if isinstance(argument, torch.Generator) else argument
     if not is_ordinary(argument):
         return NotImplemented
-    return TensorSpec(tuple(argument.shape), argument.stride(), argument.dtype, argument.device)
+    return TensorSpec.from_tensor(argument)
 
 
-def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
+def computing_device(tensors: Iterable[Tensor | TensorSpec]) -> torch.device:
     """The first device of real tensors that is not the CPU; the CPU if there is none."""
     devices = (tensor.device for tensor in tensors if not isinstance(tensor, FakeTensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -351,7 +320,7 @@ def times_of(device: str) -> Iterator[None]:
         _timed_device.reset(token)
 
 
-def seconds_for(moved: int, operations: int, result: "Tensor | TensorSpec") -> float:
+def seconds_for(moved: int, operations: int, result: Tensor | TensorSpec) -> float:
     """Seconds for this many bytes and operations, on the device of a result."""
     per_second, operations_per_second = _rates(_timed_device.get() or result.device, result.dtype)
     return moved / per_second + operations / operations_per_second

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...made_tensors import Change, MadeTensors
-from ...saved import is_ordinary
+from ...saved import TensorSpec, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     OpOverload,
@@ -22,7 +22,7 @@ from ...torch_internals import (
     written_arguments,
 )
 from ..passes.registry import is_parameter
-from .costs import Cost, Operator, TensorSpec, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
+from .costs import Cost, Operator, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
 from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
 from .step import Event
 from .trace import Trace
@@ -176,7 +176,7 @@ class Allocations(MadeTensors):
         """Fake tensors like the operator's results on real tensors; None if these are unknown."""
         operator = operator_of(function, args, kwargs)
         results = None if operator is None else results_of(operator)
-        return tree_map(lambda leaf: leaf.empty() if isinstance(leaf, TensorSpec) else leaf, results)
+        return tree_map(lambda leaf: leaf.get() if isinstance(leaf, TensorSpec) else leaf, results)
 
     def note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note the costs of an operator that has run."""

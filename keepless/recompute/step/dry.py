@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...inputs import Network, tensors_in
-from ...saved import ShapeOnly, gradient_dtype, is_ordinary
+from ...saved import TensorSpec, gradient_dtype, is_ordinary
 from ...torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -39,12 +39,12 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.shapes = [ShapeOnly(tensor) for tensor in tensors]
+        ctx.specs = [TensorSpec.from_tensor(tensor) for tensor in tensors]
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
-        return tuple(shape.get() for shape in ctx.shapes)
+        return tuple(spec.get() for spec in ctx.specs)
 
 
 def counted_step(

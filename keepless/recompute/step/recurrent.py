@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ...saved import TensorSpec
 from ...torch_internals import OpOverload
-from .costs import Operator, TensorSpec, cost_of, measure, operator_of, results_of
+from .costs import Operator, cost_of, measure, operator_of, results_of
 
 # Recurrent layers that save a workspace (of bytes) for their backward pass. It is empty if tensors are fake.
 WITH_WORKSPACE = frozenset(["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
@@ -68,8 +69,8 @@ def _resized_layer(operator: Operator, steps: int, sequences: int) -> Operator:
                 shape = (_workspace_bytes(_forward_of(arguments)) or 0,)
             else:
                 shape = (steps, sequences, argument.shape[-1])[-len(argument.shape) :]
-            stride = torch.empty(shape, device="meta").stride()
-            arguments[i] = replace(argument, shape=shape, stride=stride)
+            resized = torch.empty(shape, device="meta")
+            arguments[i] = replace(argument, shape=resized.shape, stride=resized.stride())
     return operator._replace(arguments=tuple(arguments))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...saved import Gone, Kept, ShapeOnly, copied, is_ordinary, modified_error
+from ...saved import Gone, Kept, TensorSpec, copied, is_ordinary, modified_error
 from ...torch_internals import (
     FakeTensor,
     address,
@@ -194,11 +194,11 @@ class Watch(Trace):
             return Kept(tensor, None) if self.is_over else _Packed(tensor, self)
 
     @ends_watch
-    def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | ShapeOnly | None:
+    def copy_elsewhere(self, packed: "_Packed", tensor: Tensor) -> Held | TensorSpec | None:
         """Copy a tensor, for autograd to read instead. None: it stays, as what existed before the step does."""
         number = self.allocations.memory(tensor) if is_ordinary(tensor) else None
         if number is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
-            return ShapeOnly(tensor)
+            return TensorSpec.from_tensor(tensor)
         if number is None or number in self._exposed:
             return None
         copy = self._copy_of(tensor, number)

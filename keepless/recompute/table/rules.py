@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...norms.backends.eager import normalised
 from ...norms.bn_act import BatchNormActivation
-from ...saved import ShapeOnly
+from ...saved import TensorSpec
 from ...torch_internals import (
     FakeTensor,
     attention_backends,
@@ -171,7 +171,7 @@ def mask(function: Function) -> Rule:
         named_options = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotRepeated(_RANDOM)
-        like = ShapeOnly(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
+        like = TensorSpec.from_tensor(x.new_empty(()).expand(x.shape) if mask_needs_only_shape(x) else x)
         return Again(partial(_on_any_values, function, tuple(options), named_options), [like], draws=True)
 
     return rule
@@ -183,7 +183,7 @@ def mask_needs_only_shape(x: Tensor) -> bool:
 
 
 def _on_any_values(
-    function: Function, options: tuple[Any, ...], named_options: dict[str, Any], like: ShapeOnly
+    function: Function, options: tuple[Any, ...], named_options: dict[str, Any], like: TensorSpec
 ) -> Tensor:
     return function(like.get().requires_grad_(), *options, **named_options)
 
