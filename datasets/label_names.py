@@ -30,6 +30,7 @@ _MADE_OF = {  # what people have instead of labels: suffixes, and what to do
         "save each as a PNG, as with PIL.Image.fromarray(array.astype('uint8')).save('NAME.png')",
     ),
 }
+_WRITTEN = {CLASSES, "split.json", "folds.json", "written.json"}  # our commands write these beside images and pictures
 
 
 class LabelNames(NamedTuple):
@@ -170,8 +171,8 @@ class LabelNames(NamedTuple):
         has_no_labels = not self.labels(above / self.folder)
         folders = sorted(filter(Path.is_dir, above.iterdir()), key=lambda path: (path.name != self.folder, path.name))
         for folder in (*folders, above):
-            names_of_files = {name for name, _ in files_in(folder) if folder / name not in image_paths}
-            files = sorted(names_of_files - {CLASSES})
+            other_names = {name for name, _ in files_in(folder) if folder / name not in image_paths}
+            files = sorted(name for name in other_names if os.path.basename(name) not in _WRITTEN)
             of_images = [name for name in files if os.path.splitext(name)[0].removesuffix(self.suffix) in images]
             for kind, (ends, cure) in _MADE_OF.items():
                 names = [name for name in of_images if name.lower().endswith(ends)]

@@ -161,7 +161,8 @@ class Stored:
         has_one_page = self.format != "TIFF" or len(self.tiff_pages) == 1
         if channels == 1 and self.channels == COLOURS and has_one_page:
             return
-        fix = self._axes_fix(channels) or "set channels to the number of every image, or convert this one"
+        training = f"train with channels={self.channels}, if all images have as many; or convert this one"
+        fix = self._axes_fix(channels) or training
         stored = "1 channel" if self.channels == 1 else f"{self.channels} channels"
         raise ValueError(f"{self.path}: has {stored}, expected {channels}: {fix}.")
 

@@ -86,8 +86,10 @@ def predict(options: Prediction) -> list[Path]:
     output = Path(options.output)
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
-    check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
-    images = find_images(source, output, network.channels, label_names(config.data))
+    names = label_names(config.data)
+    above = (output.resolve(), *output.resolve().parents)
+    check_outside("output", output, filter(partial(is_labelled, names=names), above))
+    images = find_images(source, output, network.channels, names)
     check_written(options, output, images.values(), class_list(network) if isinstance(network, Segmenter) else None)
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
@@ -273,9 +275,10 @@ def write_table(path: Path, rows: list[list[str]]) -> None:
     write_file(path, text.getvalue().encode(errors="surrogateescape"))
 
 
-def is_labelled(folder: Path) -> bool:
-    """Whether a folder holds the images of a user's dataset: it is called images, with labels beside it."""
-    return folder.name == "images" and any((folder.parent / name).is_dir() for name in ("labels", "masks"))
+def is_labelled(folder: Path, names: LabelNames) -> bool:
+    """Whether a folder holds images of a dataset: it is called images, or as in `names`, with labels beside it."""
+    label_folders = (folder.parent / name for name in ("labels", "masks", names.folder))
+    return folder.name in ("images", names.image_folder) and any(map(Path.is_dir, label_folders))
 
 
 def find_images(source: Path, output: Path, channels: int = COLOURS, labels: LabelNames = _USUAL) -> dict[str, Path]:

@@ -29,7 +29,7 @@ from models.checkpoints.published import (
     stated_normalisation,
     timm_tags,
 )
-from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision
+from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision, resnet_depth
 
 
 class Weights(NamedTuple):
@@ -85,7 +85,11 @@ def check_exists(init: Init) -> None:
     path = checkpoint.file_of(init.weights)
     if not path.is_file():
         problem = "is a folder without checkpoints/last.pt" if path.is_dir() else "does not exist"
-        raise ValueError(f"init.weights={path} {problem}: expected a file of weights, or the run_dir of another run")
+        files = sorted((*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.pth")))  # of Hugging Face
+        example = f", such as {files[0]}" if files else ""
+        raise ValueError(
+            f"init.weights={path} {problem}: expected a file of weights{example}, or the run_dir of another run"
+        )
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
@@ -118,7 +122,10 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             check_order(classes, name, config.data.order_key)
         return weights.difference_of_classes(classes)
 
-    advice = f"Give {weights.body} and the norm.learn_scale that it was trained with"
+    trained_channels = len((weights.normalisation or IMAGENET).mean)
+    has_others = trained_channels not in (len(IMAGENET.mean), config.data.channels)  # three are spread
+    choice = f"{weights.body}, data.channels={trained_channels}," if has_others else weights.body
+    advice = f"Give {choice} and the norm.learn_scale that it was trained with"
     advice_on_head = ", and its head; or init.part=body for its body alone" if init.part == "network" else ""
     report = load_by_name(
         network,
@@ -247,9 +254,12 @@ def _weights_in_state_dict(content: object, path: Path, name: str, network: nn.M
             remarks=remarks + name_remarks + body.remarks,
             normalisation=normalisation or config.body.normalisation(),
         )
+    choice = f"resnet{resnet_depth(tensors)}"
+    has_choice = (CONFIGS / "body" / f"{choice}.yaml").is_file()
     try:
         tensors = from_torchvision(tensors)
-        return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
+        weights = Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
+        return weights._replace(body=f"body={choice}") if has_choice else weights
     except ValueError as error:
         advice = "body=torchvision or body=timm takes others"
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error

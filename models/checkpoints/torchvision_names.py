@@ -53,6 +53,14 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def resnet_depth(state: Mapping[str, Tensor]) -> int | None:
+    """The depth in the name of a ResNet of torchvision's, such as 18; None if it has groups, or another width."""
+    first = state.get("layer1.0.conv2.weight")
+    if first is None or first.shape != (64, 64, 3, 3):
+        return None
+    return 2 + sum(re.fullmatch(r"layer\d\.\d+\.conv\d\.weight", name) is not None for name in state)
+
+
 def from_library(
     state: Mapping[str, Tensor], names: Mapping[str, Tensor], left_out: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -174,7 +174,7 @@ REFUSED = {
         "x.png",
         lambda path: write_channels(path, values(3)),
         4,
-        "has 3 channels, expected 4: set channels",
+        "has 3 channels, expected 4: train with channels=3, if all images have as many; or convert",
     ),
     "a photograph": ("x.jpg", lambda path: write_channels(path, values(3)), 4, "has 3 channels, expected 4"),
     "pages": ("x.pages.tif", lambda path: write_channels(path, values(3)), 4, "has 3 channels, expected 4"),

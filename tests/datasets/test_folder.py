@@ -683,10 +683,11 @@ def test_one_file_for_all_images_is_named_and_a_stray_one_is_not(root):
         folder(root, "train")
 
 
-def test_the_list_of_classes_is_no_file_of_polygons(tmp_path):
-    (tmp_path / "train").mkdir()
+def test_what_our_commands_write_is_no_file_of_polygons(tmp_path):
+    (tmp_path / "train/predicted").mkdir(parents=True)
     (tmp_path / "train/a.jpg").touch()
-    (tmp_path / "classes.json").write_text("{}")
+    for name in ("classes.json", "split.json", "train/predicted/classes.json"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="Fix: sort your images like this"):
         folder_labels(tmp_path)
 

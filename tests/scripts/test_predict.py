@@ -20,7 +20,7 @@ from datasets.reading import decode_image
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.console import log_to, make_console
-from scripts.predict import find_images, predict, result_names
+from scripts.predict import find_images, is_labelled, predict, result_names
 from tests import trees
 from tests.checkpoints import saved
 from tests.runs import REPOSITORY, checked, classification_config, ended, run_config
@@ -183,7 +183,7 @@ def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp
     printed, source = " ".join(capsys.readouterr().out.split()), tmp_path / "in"
     is_named = f"16-bit images in {source} use {2 if range16[1] > 500 else 1} of the 256" in printed
     assert (same, is_named) == ((True, False) if range16[0] else (False, True))
-    clipped = "and have up to 100% of an image's pixels outside of 0 to 500, made black or white: the training had"
+    clipped = "and have up to 100% of an image's pixels outside of 0 to 500, made black or white: if the training had"
     assert (clipped in printed) == (range16[1] == 500)
     network = open_network(tmp_path / "net.pt")
     assert np.array_equal(network.predict(tmp_path / "in" / "16.png"), np.asarray(Image.open(files[0])))
@@ -341,6 +341,14 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
             run(trained, tmp_path / "data/images", tmp_path / "out", override)
         assert trees.contents(tmp_path) == before
     assert run(trained, tmp_path / "data" / "images", tmp_path / "data" / "predicted")
+
+
+def test_folders_of_images_are_known_by_the_names_of_the_training(tmp_path):
+    names = LabelNames("ann_dir", image_folder="img_dir")
+    for folder in ("img_dir", "ann_dir", "other"):
+        (tmp_path / folder).mkdir()
+    assert [is_labelled(tmp_path / folder, names) for folder in ("img_dir", "ann_dir", "other")] == [True, False, False]
+    assert not is_labelled(tmp_path / "img_dir", LabelNames())
 
 
 @pytest.mark.parametrize(

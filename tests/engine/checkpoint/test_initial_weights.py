@@ -15,7 +15,7 @@ from torch import nn
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
-from engine.checkpoint.initial_weights import initialise, normalisation_of
+from engine.checkpoint.initial_weights import check_exists, initialise, normalisation_of
 from engine.configuration import config as cfg
 from engine.schema.classification import ClassFoldersData
 from engine.schema.data import Data
@@ -296,6 +296,12 @@ def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
     assert same(tuned.state_dict(), before)
 
 
+def test_channels_other_than_three_are_named_if_only_they_do_not_fit(tmp_path):
+    write(tmp_path / "last.pt", network("data=folder", "data.channels=4"), "data=folder", "data.channels=4")
+    with pytest.raises(ValueError, match="16x4x.* and 16x3.* Give body=resnext_tiny, data.channels=4, and the norm"):
+        started(run_config(f"init.weights={tmp_path / 'last.pt'}"))
+
+
 def test_scales_of_the_released_package_become_ours(tmp_path):
     """Ours are |w| + eps. The package's layers have no counters; it loads its own scales, but cannot load ours."""
     options = ("norm=package", "norm.eps=0.25", "norm.activation=leaky_relu")
@@ -361,8 +367,15 @@ def test_a_resnet_of_torchvision(tmp_path, activation, mean, warned):
     assert set(report.skipped.values()) == {"it classifies whole images"}
     assert (f"norm.activation={activation}: the weights were trained with relu" in str(report)) == warned
     assert ("images with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225]; " in str(report)) == warned
-    with pytest.raises(ValueError, match="net.pth"):
-        started(run_config("norm=std", *start))
+    for body in ("body=resnext_tiny", "body=resnet34"):
+        with pytest.raises(
+            ValueError, match="net.pth does not fit the network.* Give body=resnet18 and the norm.learn"
+        ):
+            started(run_config(body, "norm=std", *start))
+    with pytest.raises(
+        ValueError, match=f"init.weights={tmp_path} .*: expected a file of weights, such as .*net.pth, "
+    ):
+        check_exists(run_config(f"init.weights={tmp_path}").init)
 
 
 def wrapped(kind: str, state: dict, path: Path) -> Path:
