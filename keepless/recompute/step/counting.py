@@ -1,6 +1,7 @@
 """Count what a step allocates and releases, and every operator's time and temporary memory."""
 
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
@@ -63,13 +64,15 @@ class Allocations(MadeTensors):
     """Notes what a step allocates and frees, and the operators that run, in a `Trace` until that is over.
 
     `measures`: measure operators on tensors of ones once the step has ended. Otherwise times are estimated, and
-    temporary memory is counted only in recurrent layers.
+    temporary memory is counted only in recurrent layers. `on_write`: gets arguments that an operator has just written,
+    which autograd had saved before.
     """
 
-    def __init__(self, trace: Trace, measures: bool) -> None:
+    def __init__(self, trace: Trace, measures: bool, on_write: Callable[[Any], None]) -> None:
         super().__init__()
         self.trace = trace
         self.measures = measures
+        self.on_write = on_write
         self.memories: list[int] = []  # number of an allocation -> number of the memory
         self.outputs: set[int] = set()  # memories of outputs, which other steps may hold to their end
         self.gathered: set[int] = set()  # memories of parameters that FSDP has gathered
@@ -138,7 +141,7 @@ class Allocations(MadeTensors):
                 self.note_place(function)
                 for position in _written_inside(function):
                     if position < len(args):  # not out=
-                        self.trace.read_as_written(args[position])
+                        self.on_write(args[position])
             return result
         except Exception as error:
             if not self._results:  # the operator has raised it

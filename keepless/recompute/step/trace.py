@@ -196,9 +196,6 @@ class Trace(Registry):
             self._change(saved.value.number, kind=Kind.KEPT, inputs=())
         self.note_overwritten(tensor, len(self.values))
 
-    def read_as_written(self, tensor: Any) -> None:
-        """Let autograd read an argument that an operator has just written, which it had saved before."""
-
     # Calls
 
     @ends_watch

@@ -86,7 +86,7 @@ class Watch(Trace):
     """
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool, copy_parameters: bool = False) -> None:
-        self.allocations = Allocations(self, measures)
+        self.allocations = Allocations(self, measures, self._read_as_written)
         super().__init__(inputs, self.allocations.memory, copy_parameters)
         self.state = State.RUNS
         self.error: Exception | None = None  # that has ended the watch
@@ -230,7 +230,7 @@ class Watch(Trace):
             self._exposed.add(memory)
             self._read_packs(memory, tensor)
 
-    def read_as_written(self, tensor: Any) -> None:
+    def _read_as_written(self, tensor: Any) -> None:
         memory = self.allocations.memory(tensor) if isinstance(tensor, Tensor) and is_ordinary(tensor) else None
         if memory is not None:
             self._read_packs(memory, tensor)
