@@ -205,6 +205,7 @@ UNITS = [
     ("train_seg", "photo_metric_distortion", "true", "brightness=0.125 data.colour_jitter.contrast=0.5"),
     ("train_seg", "imgsz", "640", "data.base_size=640 data.crop_size=640"),  # ultralytics: the longest side
     ("eval", "imgsz", "640", "data.base_size=640 for segmentation"),
+    ("eval", "data.image_folder", "images", "are called as in the training, so rename them, or link"),
     ("train_seg", "multi_scale", "0.5", "so 0.5 is data.scale=[0.5,1.5]"),  # ultralytics: 1 - 0.5 to 1 + 0.5
     ("train_seg", "patience", "50", "if 50 is of epochs, N is 50 / trainer.evaluate_every_epochs"),  # ours: evaluations
     ("train_seg", "patience_epochs", "10", "no schedule gets a score"),  # timm: of the plateau schedule
