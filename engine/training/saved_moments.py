@@ -26,7 +26,7 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     if names != [name for group in saved["param_groups"] for name in group["param_names"]]:
         raise ValueError("its optimiser has parameters of other names, or in another order")
     groups = [
-        group | {key: value for key, value in saved_group.items() if key in group and key not in OF_THE_RUN}
+        group | {key: value for key, value in saved_group.items() if key not in OF_THE_RUN}
         for group, saved_group in zip(current["param_groups"], saved["param_groups"], strict=True)
     ]
     initialised = current["state"].keys()  # before the first step; others get a state with their first gradient

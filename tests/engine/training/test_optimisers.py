@@ -29,6 +29,7 @@ class Signs(Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["shrinks"] *= 0.9
+            group["step"] = group.get("step", 0) + 1  # which begins with the first step
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if not state:
