@@ -89,8 +89,9 @@ class AddedScores:
         for name, score in self.by_name.items():
             with errors_named(f"scores={name}"):
                 counts = score.counts
-                counts = counts.clone() if isinstance(counts, Tensor) else torch.from_numpy(np.array(counts))
-                score.counts = world.sum_(counts.to(world.device)).cpu().numpy()
+                of_rank = counts.clone() if isinstance(counts, Tensor) else torch.from_numpy(np.array(counts))
+                summed = world.sum_(of_rank.to(world.device))
+                score.counts = summed.to(counts.device) if isinstance(counts, Tensor) else summed.cpu().numpy()
                 values = {value_name: float(value) for value_name, value in score.scores().items()}
                 unnamed = [value_name for value_name in values if not isinstance(value_name, str)]
                 if unnamed:

@@ -128,7 +128,7 @@ class Confidence:
         label.zero_()
 
     def scores(self):
-        return {"confidence": self.counts[0] / self.counts[1]}
+        return {"confidence": self.counts[0].float() / self.counts[1]}
 
 
 def test_a_score_may_read_the_probabilities_of_each_image():
