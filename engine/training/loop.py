@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -121,9 +121,10 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
     if steps_here == PLANNED_STEPS + 1:
         forget_peak(run.world.device)  # of cuDNN's search for algorithms, and of tracing for plans
     try:
-        with _checked_step(loss, run) if steps_here <= CHECKED_STEPS else nullcontext():
+        with checking_repetitions() if steps_here <= CHECKED_STEPS else nullcontext():
             minibatch_size = run.config.data.crops_per_minibatch
             outcome = train_step(run.learner, loss, minibatch, minibatch_size, run.world, run.stop.requested)
+        _check_gradients(loss, run.loss_name)
     except (RuntimeError, ValueError) as error:
         _raise_better(error, step, minibatch, run)
         raise
@@ -134,18 +135,12 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
     return outcome
 
 
-@contextmanager
-def _checked_step(loss: Loss, run: Run[Config, Split]) -> Iterator[None]:
-    """Context of one of the first steps: no branch's recomputation differs.
-
-    ValueError: a parameter of the loss gets a gradient.
-    """
-    with checking_repetitions():
-        yield
+def _check_gradients(loss: Loss, loss_name: str) -> None:
+    """ValueError: a parameter of the loss gets a gradient, perhaps from a later step on."""
     for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         if parameter.grad is not None:
             raise ValueError(
-                f"{run.loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
+                f"{loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
             )
 
 
