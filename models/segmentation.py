@@ -74,6 +74,12 @@ class SegmentationNetwork(nn.Module):
                 f"{type(head).__name__} has cells of {self.stride} pixels after a body of {self.body.output_stride}: "
                 f"expected one to divide the other"
             )
+        for auxiliary in self.auxiliaries:
+            if not hasattr(auxiliary, "loss_weight"):
+                raise ValueError(
+                    f"{type(head).__name__}.auxiliary ({type(auxiliary).__name__}) has no loss_weight: give it one, "
+                    f"such as 0.4, and reads, such as (-1,); its forward gets a list of these features"
+                )
         initialise(self.cls)
 
     @property
@@ -139,7 +145,10 @@ class SegmentationNetwork(nn.Module):
 
     def _read_by(self, module: nn.Module) -> list[Feature]:
         """The features of the body that a head reads: the last one if it does not say."""
-        return features_read(self.body, getattr(module, "reads", (-1,)), type(module).__name__)
+        reader = type(self.head).__name__
+        if module is not self.head:
+            reader = f"{reader}.auxiliary ({type(module).__name__})"
+        return features_read(self.body, getattr(module, "reads", (-1,)), reader)
 
     def forward(self, images: Tensor, upsampling: str = EXACT, cells: bool = False) -> Tensor | Outputs:
         """Normalised images (N, C, H, W) -> logits, before any softmax.
@@ -230,7 +239,8 @@ def features_read(body: Any, reads: Sequence[int], reader: str) -> list[Feature]
     """
     if not isinstance(reads, Sequence) or not all(type(read) is int and read for read in reads) or not reads:
         raise ValueError(
-            f"{reader} has reads={reads!r}: expected strides above 0, or places from the end below 0, such as (4, -1)"
+            f"{reader} has reads={reads!r}: expected a tuple of strides above 0, or of places from the end below 0, "
+            f"such as (4, -1)"
         )
     channels = getattr(body, "out_channels", 0)  # which only heads that are yet to be built need
     features = getattr(body, "feature_info", None) or (Feature("last", channels, body.output_stride),)

@@ -23,6 +23,7 @@ from datasets.verify import verify
 from engine import assemble
 from engine.assemble import network_of
 from engine.assemble.contracts import batch_problem, check_choices, parts_named
+from engine.assemble.optimization import lr_schedule
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.distributed import World
@@ -31,18 +32,20 @@ from engine.schema import evaluation
 from engine.schema.additions import Augmentation, Logger, Score
 from engine.schema.data import Sampler, SegmentationData
 from engine.schema.network import Body, Head
+from engine.schema.optim import LRSchedule
 from engine.schema.segmentation import Loss
 from engine.segmentation import inference
-from engine.segmentation.cross_entropy import Batch, CrossEntropy
+from engine.segmentation.cross_entropy import Batch, CrossEntropy, SummedLoss
 from engine.training import build, capture, loop
 from engine.training.planner import step_memory
 from eval import evaluate
 from keepless import upsampled_cross_entropy
+from models.segmentation import Output, Outputs
 from scripts.export import export
 from scripts.predict import predict
 from tests.choices import registered
 from tests.engine.learners import forward_of
-from tests.runs import SHORT, checked, run_config, same
+from tests.runs import SHORT, checked, one_epoch, run_config, same
 from train_seg import train
 
 
@@ -118,11 +121,16 @@ class Trained(CrossEntropy):
         super().__init__(ignore_index, weights, stride=stride)
         self.parameter = nn.Parameter(torch.zeros(()))
 
+        self.calls = 0
+
     def forward(self, logits, labels):
-        return super().forward(logits, labels) + self.parameter
+        self.calls += 1
+        loss = super().forward(logits, labels)
+        return loss + self.parameter if self.calls > 2 else loss
 
 
 def test_a_loss_that_would_be_trained_is_refused(tmp_path):
+    """Also from a later step on."""
     says = "gets a gradient, but only the network is trained"
     with pytest.raises(ValueError, match=rf"^loss=trained: losses\.\d+\.parameter {says}"):
         train_short(tmp_path / "run", "loss=trained", "trainer.steps=3")
@@ -364,6 +372,58 @@ def test_any_error_of_a_part_names_its_choice_in_the_last_line(error, kind, says
         Failing(255, None, None).fail_by(error)
 
 
+@pytest.mark.parametrize("value", [lambda logits: logits.detach().mean(), lambda logits: logits.argmax(1).sum() * 1.0])
+def test_a_loss_without_a_gradient_is_refused(value, monkeypatch):
+    monkeypatch.setattr(Failing, "forward", lambda self, logits, labels: value(logits))
+    logits = torch.zeros(1, 2, 4, 4, requires_grad=True)
+    loss = SummedLoss(lambda stride: Failing(255, None, stride))
+    with pytest.raises(ValueError, match="^loss=failing: Failing returned a tensor without a gradient: compute it"):
+        with parts_named(run_config(*SHORT, "loss=failing")):
+            loss(Outputs(Output(logits, None)), torch.zeros(1, 4, 4))
+    with torch.no_grad():
+        loss(Outputs(Output(logits, None)), torch.zeros(1, 4, 4))
+
+
+def short_cycle(optimizer, steps, steps_per_epoch, warmup):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps // 2)
+
+
+def plateau(optimizer, steps, steps_per_epoch, warmup):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("short_cycle", "Tried to step 4 times"),
+        ("plateau", "ReduceLROnPlateau.step: .*'metrics', which trainings do not give; choose a schedule of steps"),
+    ],
+)
+def test_a_schedule_of_pytorch_that_fails_is_named(name, says):
+    config = run_config(*SHORT, f"lr_schedule={name}")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match=rf"^lr_schedule={name}: {says}"), parts_named(config):
+        scheduler = lr_schedule(config.lr_schedule, optimizer, one_epoch(6))
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "has_weight, says",
+    [(False, "has no loss_weight: give it one"), (True, "has reads=-1: expected a tuple of strides")],
+)
+def test_an_auxiliary_module_that_cannot_be_trained_is_named_by_its_head(has_weight, says, monkeypatch):
+    auxiliary = nn.Conv2d(8, 19, 1)
+    auxiliary.reads = -1
+    if has_weight:
+        auxiliary.loss_weight = 0.4
+    monkeypatch.setattr(Even, "auxiliary", auxiliary, raising=False)
+    config = run_config(*SHORT, "head=even")
+    with pytest.raises(ValueError, match=rf"^head=even: Even\.auxiliary \(Conv2d\) {says}"), parts_named(config):
+        _ = network_of(config, 19).strides
+
+
 OfAnotherFile = type("OfAnotherFile", (PerCell,), {"__module__": "another_file"})
 
 
@@ -550,6 +610,8 @@ OWN = (  # group, class, name, what it builds
     ("loss", Loss, "failing", Failing),
     ("loss", Loss, "of_another_file", OfAnotherFile),
     ("loss", Loss, "by_function", f"{__name__}.failing_by_a_function"),
+    ("lr_schedule", LRSchedule, "short_cycle", f"{__name__}.short_cycle"),
+    ("lr_schedule", LRSchedule, "plateau", f"{__name__}.plateau"),
     (
         "data",
         SegmentationData,

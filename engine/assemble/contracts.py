@@ -222,13 +222,22 @@ def _part_behind(error: BaseException, message: str, config: TrainingRun) -> str
 
 def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
     """GROUP=NAME of each choice that is not ours, by its class or function, and by the class that this has made."""
-    names = {_factory(group, type(choice)): f"{group}={choice.name}" for group, choice in _choices_of(config)}
+    choices = [
+        (group, choice) for group, choice in _choices_of(config) if not type(choice).__module__.startswith(_OURS)
+    ]
+    names = {_factory(group, type(choice)): f"{group}={choice.name}" for group, choice in choices}
     names |= {kind: name for kind, name in _CLASSES_MADE.items() if name in names.values()}
     return {
         factory: name
         for factory, name in names.items()
-        if hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS)
+        # A module's class, such as nn.Sequential, is also that of other parts.
+        if hasattr(factory, "__name__") and not (f"{factory.__module__}.".startswith(_OURS) and not _is_step(factory))
     }
+
+
+def _is_step(factory: Any) -> bool:
+    """Whether it is a class of optimisers or schedules."""
+    return isinstance(factory, type) and issubclass(factory, (optim.Optimizer, optim.lr_scheduler.LRScheduler))
 
 
 def _frames(error: BaseException) -> list[FrameType]:

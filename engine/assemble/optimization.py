@@ -97,7 +97,7 @@ def lr_schedule(
 ) -> LRScheduler:
     """The learning rate of every step, advanced after each.
 
-    ValueError: the warm-up is as long as the run. (With `smoke` it is then left out.)
+    ValueError: the warm-up is as long as the run (with `smoke` it is then left out), or the schedule needs a metric.
     """
     warmup = in_steps(config.warmup_epochs, config.warmup_steps, schedule.steps_per_epoch) or 0
     if smoke and warmup >= schedule.total_steps:
@@ -112,6 +112,13 @@ def lr_schedule(
         )
     steps = {"steps": schedule.total_steps - warmup, "steps_per_epoch": schedule.steps_per_epoch, "warmup": warmup}
     scheduler = builder("lr_schedule", config)(optimizer, **steps)
+    try:
+        signature(scheduler.step).bind()
+    except TypeError as error:  # ReduceLROnPlateau
+        raise ValueError(
+            f"lr_schedule={config.name}: {type(scheduler).__name__}.step: {error}, which trainings do not give; choose "
+            f"a schedule of steps alone, such as lr_schedule=cosine"
+        ) from error
     if not warmup:
         return scheduler
     rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)

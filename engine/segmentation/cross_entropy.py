@@ -93,12 +93,21 @@ class SummedLoss(nn.Module):
         self.asks_for_batch = any("batch" in signature(loss.forward).parameters for loss in self.losses.values())
 
     def forward(self, outputs: Outputs | Tensor, labels: Tensor, **batch: Batch) -> Tensor:
-        """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar."""
+        """Outputs, or logits alone, of any floating dtype, labels (N, H, W) of any integer dtype -> scalar.
+
+        ValueError: a loss returns no scalar, or none has a gradient, though the logits have.
+        """
         if isinstance(outputs, Tensor):
             return self._scalar(None, outputs, labels, batch)
         total = self._weighted(outputs.main, labels, batch)
         for output in outputs.auxiliary:
             total = total + self._weighted(output, labels, batch)
+        if torch.is_grad_enabled() and outputs.main.logits.requires_grad and not total.requires_grad:
+            name = type(self.losses[str(outputs.main.stride)]).__name__
+            raise ValueError(
+                f"{name} returned a tensor without a gradient: compute it from the logits, without detach(), item(), "
+                f"argmax or torch.no_grad()"
+            )
         return total
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

@@ -110,7 +110,7 @@ def test_a_feature_that_a_body_lacks_and_a_result_of_other_cells_are_refused_by_
     with pytest.raises(ValueError, match="Pyramid reads the feature at place -5 from the end, which ResNet lacks"):
         pyramid(reads=(-5,))
     for wrong in (4, (), (4, 0), (4, "x")):
-        with pytest.raises(ValueError, match="Pyramid has reads=.*: expected strides above 0, or places"):
+        with pytest.raises(ValueError, match="Pyramid has reads=.*: expected a tuple of strides above 0, or"):
             pyramid(reads=wrong)
     with pytest.raises(ValueError, match="Identity has out_channels=None: expected the number"):
         SegmentationNetwork(small_resnext(InPlaceABN), nn.Identity(), 4)
