@@ -44,7 +44,10 @@ def train(
 
 @configured("train_imagenet", ClassificationRun)  # Hydra's completion for fish looks for the text "@hydra.main"
 def main(config: ClassificationRun) -> dict | None:
-    return resumption.train_or_check(train, config, command_line())
+    if not config.trainer.resume_check:
+        return train(config, command_line())
+    resumption.check(config)
+    return None
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ def train(config: SegmentationRun, command: str = "train_seg.train", watch: resu
 
 @configured("train_seg", SegmentationRun)  # Hydra's completion for fish looks for the text "@hydra.main"
 def main(config: SegmentationRun) -> dict | None:
-    return resumption.train_or_check(train, config, command_line())
+    if not config.trainer.resume_check:
+        return train(config, command_line())
+    resumption.check(config)
+    return None
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def store_choices(schema: type[Keys]) -> None:
     declared = declared_in(schema)
     for group, classes in groups_of(schema).items():
         is_list = "is_list" in declared[group].metadata
+        ConfigStore.instance().repo.setdefault(group, {})  # even without choices, GROUP=[] chooses none
         for name, kind in classes.items():
             package = f"{group}.{name}" if is_list else group
             if is_list:

@@ -156,7 +156,9 @@ def _run_hydra(name: str, main: Callable[[Any], Any], options: Namespace, words:
                 sweep(program, primary, check, Jobs(schema, hydra_options), overrides)
             else:
                 program.run(primary, start, [*overrides, "hydra.mode=RUN"])
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if options.multirun and type(error) is ValueError:
+            raise  # of `sweep`, which has checked the words of each job
         raise _answered(name, words, error) from error
     if errors:
         raise errors[0]

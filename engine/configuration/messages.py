@@ -172,8 +172,8 @@ class Messages:
         is_list = group in self.declared and "is_list" in self.declared[group].metadata
         texts = [part.strip("[]") for part in text.split(",")] if is_list else [text]
         names = choices(group, self.schema)
-        if self.groups[group] is None:
-            names.append("null")  # the default
+        if is_list:
+            names.append("")  # of [], which chooses none
         chosen = (part.removesuffix(".yaml") for part in texts)
         return next((choice for choice in chosen if choice not in names and not choice.startswith(("[", "{"))), None)
 

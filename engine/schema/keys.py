@@ -380,9 +380,13 @@ def named_after(overrides: Sequence[str], digest: bool = False) -> str:
 
 
 def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
-    """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`."""
+    """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`.
+
+    Hydra's own, such as hydra.verbose=true, change no run.
+    """
     free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
-    return [override for override in overrides if override.partition("=")[0].lstrip("+") not in free]
+    ours = (override for override in overrides if not re.match("[+]*hydra[./]", override))
+    return [override for override in ours if override.partition("=")[0].lstrip("+") not in free]
 
 
 def without_interpolation(text: str) -> str:

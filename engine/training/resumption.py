@@ -79,14 +79,6 @@ class Watch:
         self.checksums[self.step, kind] = _checksum(values, self.checksums.get((self.step, kind), 0))
 
 
-def train_or_check(train: Callable[[Any, str], dict | None], config: TrainingRun, command: str) -> dict | None:
-    """Train, and return the results; or only `check`, with debug=resume."""
-    if not config.trainer.resume_check:
-        return train(config, command)
-    check(config)
-    return None
-
-
 def check(config: TrainingRun) -> None:
     """Train for `trainer.resume_check` steps whole, and stopped and continued; compare all that the checkpoints hold.
 

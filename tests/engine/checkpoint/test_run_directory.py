@@ -275,7 +275,8 @@ FREE_ON_RESUME = {
 def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
     """Overrides of keys that a resumed run may change are left out. The time tells equal runs apart."""
     overrides = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
-    assert deciding(overrides, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
+    of_hydra = ("hydra.verbose=true", "hydra/job_logging=stdout")
+    assert deciding((*overrides, *of_hydra), run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
     date = DATE.pattern
     assert len({new_run_path("streets", "std", []) for _ in range(3)}) == 3
     assert re.fullmatch(

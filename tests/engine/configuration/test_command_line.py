@@ -208,6 +208,7 @@ def test_plus_and_tilde_add_and_remove_choices_and_names_of_free_mappings():
     importlib.import_module("scripts.run_table")  # declares the command
     assert composed("train_seg", "+optim.lr=3", "++seed=2").optim.lr == 3
     assert composed("train_seg", "debug=smoke", "~debug").trainer.smoke is False
+    assert composed("train_seg", "augmentations=[]").augmentations == {}  # also without a plugin that has some
     assert composed("run_table", "weights={a: b}", "+weights.c=d", "~weights.a").weights == {"c": "d"}
 
 

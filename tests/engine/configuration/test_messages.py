@@ -74,6 +74,8 @@ ANSWERS = {
     "train_seg.py --config-dir GONE": "GONE' not found",
     "train_seg.py --config-name gone": "Cannot find primary config 'gone'",
     "train_seg.py --config-name finetune_resnet50": "as experiment=NAME; there is no such experiment; the nearest is c",
+    "train_seg.py optim=null": "optim=null: there is no such optim; the nearest are ",
+    "train_seg.py debug=null": "debug=null: there is no such debug; the nearest are ",
     "train_seg.py hydra.run.dir=OUT": "give run_dir=OUT, the folder of the run",
     "train_seg.py -p 10": "-p 10: keys have no dashes",
     "train_seg.py +optim.foo=1": "optim.foo=1: there is no such key",
