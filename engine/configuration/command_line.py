@@ -112,7 +112,7 @@ def _parsed_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 def _check_options(name: str, options: Namespace, words: Sequence[str]) -> None:
     """Raise ValueError if options of Hydra's cannot be followed, or words are no key=value."""
-    if options.resolve and not options.cfg:
+    if options.resolve and not (options.cfg or options.help):
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
     if options.experimental_rerun:
         raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")

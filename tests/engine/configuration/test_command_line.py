@@ -157,6 +157,7 @@ def test_options_of_hydra_are_hydra_s(monkeypatch, capsys, tmp_path):
     assert "\nseed: 7\n" in show("experiment=mine", "-cd", str(tmp_path), "-c", "job")
     assert "\nrun_dir: a8\n" in show("-c", "job", "--resolve", "--config-dir", str(tmp_path), "-cn", "own")
     assert "== Flags ==" in show("--hydra-help")
+    assert "Groups (group=choice" in show("--help", "--resolve")
     monkeypatch.setenv("COMP_LINE", "python train_seg.py optim=ad")
     assert show("--shell-completion", "query=bash").split() == ["optim=adamw"]
     monkeypatch.setenv("COMP_LINE", "python train_seg.py norm=std norm.ep")
