@@ -27,6 +27,7 @@ class _Pack(NamedTuple):
     derived: int  # the bits of the argument of which it is a copy, made inside the call; 0: it is none
     is_shape: bool  # only its shape is kept
     is_flat: bool  # it has no gradient
+    is_dropped: bool  # a recipe or a sign mask is kept in its place
 
 
 class Note:
@@ -55,6 +56,7 @@ class Note:
                 bits.derived_from(call.arguments, call.copied.get(id(tensor), call.copied.get(id(tensor._base)))),
                 type(saved) is TensorSpec,
                 not tensor.requires_grad,
+                isinstance(saved, Saved) and not _is_kept_view(saved.value),
             )
             for tensor, saved, is_known in call.packed
         ]
@@ -104,7 +106,7 @@ def _bits_of(pack: _Pack, result_value: Value | None) -> int:
     """What is worth doing for a saved tensor. `result_value`: that of the call's result."""
     saved = None if pack.reference is None else pack.reference()
     if saved is None:
-        return bits.RULES if pack.is_shape or pack.reference is not None else 0
+        return bits.RULES if pack.is_shape or pack.is_dropped else 0
     value = saved.value
     source = value.source
     if value is result_value and not pack.is_result:  # the result serves in its place

@@ -381,6 +381,15 @@ def test_a_part_whose_graph_is_freed_during_the_pass_stays_within_the_budget():
     assert max(peaks) <= 0.5 * plain_peak
 
 
+def test_what_a_freed_call_has_saved_as_it_is_needs_no_rules():
+    """As distances, of which the program reads the nearest: later passes would hold what it saves to their end."""
+    advice, x = Advice(), torch.randn(8, 4, requires_grad=True)
+    with Advised(advice, inputs=[x]) as recording:
+        torch.cdist(torch.mm(x, x.T), torch.mm(x, x.T)).argmin(1)
+    recording.learn(fits=False)
+    assert len(sites_of(advice)) == 4 and not any(site.advice & bits.RULES for site in sites_of(advice))
+
+
 def test_calls_that_set_an_attribute_of_a_tensor_are_found_again(monkeypatch):
     """Each time, the function of `tensor.requires_grad = …` is another object."""
 
