@@ -115,12 +115,12 @@ def _difference_text(parts: list[str], first_of_again: str, first: str, stop_tex
     """
     text = f"debug=resume: {', '.join(parts[:3])} differ"
     if first_of_again:
-        cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from generators that they get"
+        cure = "trainer.deterministic=true makes GPUs repeat a run; parts draw from their generator, losses by torch"
         return f"{text}, but two whole runs differ already: {first_of_again}. {cure}"
     if "augmentations=" in first:
         cure = "Data workers run it, and their states are lost: let it compute from step, epoch, place and rng"
     else:
-        cure = "What a part keeps needs state_dict and load_state_dict: docs/extending.md"
+        cure = "What a part keeps needs state_dict and load_state_dict, or in a network a buffer: docs/extending.md"
     return f"{text} {stop_text}: {first or parts[0]}. {cure}"
 
 

@@ -234,6 +234,7 @@ def test_a_part_that_keeps_what_no_checkpoint_has_is_named(word, first):
     assert "differ if a run is stopped after step 6 and continued" in message and first in message, message
     assert word.replace("[", "").replace("]", "") in message
     assert ("compute from step, epoch, place and rng" in message) == word.startswith("augmentations")
+    assert ("in a network a buffer" in message) == (not word.startswith("augmentations"))
 
 
 def test_where_two_whole_runs_differ_it_says_so_first(monkeypatch):
