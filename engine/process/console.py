@@ -1,11 +1,13 @@
 """Console, log and progress bars."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from io import BufferedWriter, FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,28 @@ logger = logging.getLogger("engine")
 SLOW_SECONDS = 1.0
 LOG_SECONDS = 30.0
 _SPEED_SECONDS = 300.0  # a bar's time left is estimated from its last minutes; a step may take one
+
+
+class _ForgivingFile(FileIO):
+    """A terminal, pipe or file for messages. Write errors are ignored: losing the terminal must not end a run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:  # a closed terminal or pipe, a full disk
+            return len(data)
+
+
+def make_printing_safe() -> None:
+    """Keep a lost terminal, or a character that it cannot show, from stopping the program.
+
+    Such characters, e.g. in file names that are not UTF-8, are escaped.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _ForgivingFile):
+            file = BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 class _Console(Console):
@@ -68,6 +92,7 @@ def make_console(rank: int = 0) -> Console:
 
     Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
+    make_printing_safe()
     make = partial(_Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
     console = make()
     return console if console.is_terminal else make(width=160)

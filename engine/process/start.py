@@ -9,10 +9,8 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
-from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -40,28 +38,6 @@ def _open_standard_streams() -> None:
         setattr(sys, ("stdin", "stdout", "stderr")[number], stream)  # in place of None
         number = os.open(os.devnull, os.O_RDWR)
     os.close(number)
-
-
-class _ForgivingFile(FileIO):
-    """A terminal, pipe or file for messages. Write errors are ignored: losing the terminal must not end a run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:  # a closed terminal or pipe, a full disk
-            return len(data)
-
-
-def make_printing_safe() -> None:
-    """Keep a lost terminal, or a character that it cannot show, from stopping the program.
-
-    Such characters, e.g. in file names that are not UTF-8, are escaped.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _ForgivingFile):
-            file = BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -106,7 +82,6 @@ def compiler_cache() -> Path:
 
 
 _open_standard_streams()
-make_printing_safe()
 if not {"--shell-completion", "-sc"}.isdisjoint(sys.argv):
     from engine.process.completion import complete  # without torch
 

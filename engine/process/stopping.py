@@ -24,7 +24,7 @@ import torch
 from datasets.file_list import readable
 from datasets.workers import NO_THREAD
 from engine.process.allocations import cause_of, is_out_of_memory
-from engine.process.console import logger
+from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launcher
 from engine.process.output_files import CHECK_DISK, explained
 
@@ -161,6 +161,7 @@ def errors_for_users(restart_advice: str = "start it again") -> Iterator[None]:
     HYDRA_FULL_ERROR=1 keeps all tracebacks. `restart_advice`: how to go on after a stop on request. When the command
     ends, its exit status is decided: from then on the process ignores stop signals.
     """
+    make_printing_safe()
     status = 1
     in_command = _IN_COMMAND.set(True)
     # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.

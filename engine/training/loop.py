@@ -124,7 +124,8 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
         with checking_repetitions() if steps_here <= CHECKED_STEPS else nullcontext():
             minibatch_size = run.config.data.crops_per_minibatch
             outcome = train_step(run.learner, loss, minibatch, minibatch_size, run.world, run.stop.requested)
-        _check_gradients(loss, run.loss_name)
+        for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+            _check_untrained(name, parameter, run)
     except (RuntimeError, ValueError) as error:
         _raise_better(error, step, minibatch, run)
         raise
@@ -135,13 +136,12 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
     return outcome
 
 
-def _check_gradients(loss: Loss, loss_name: str) -> None:
+def _check_untrained(name: str, parameter: nn.Parameter, run: Run[Config, Split]) -> None:
     """ValueError: a parameter of the loss gets a gradient, perhaps from a later step on."""
-    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-        if parameter.grad is not None:
-            raise ValueError(
-                f"{loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
-            )
+    if parameter.grad is not None:
+        raise ValueError(
+            f"{run.loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
+        )
 
 
 class LaunchedStep(NamedTuple):

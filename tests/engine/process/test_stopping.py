@@ -1,7 +1,5 @@
 """Signals: the first asks the run to stop, the same one again ends it. Errors that users can fix are one message."""
 
-from engine.process.start import make_printing_safe
-
 import os
 import signal
 import subprocess
@@ -92,7 +90,6 @@ def _saves_when_asked(file: Path, terminal: str) -> None:
     for number in range(3):
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    make_printing_safe()
     with errors_for_users(), StopRequest() as stop:
         log_to(console := make_console(), file.with_name("log.txt"))
         assert console.is_terminal
