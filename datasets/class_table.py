@@ -140,10 +140,9 @@ class ClassTable:
         if (mapped == _ILLEGAL).any():
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
             ending = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
-            may_count_from_1 = foreign == [len(self.names)] and not (raw == 0).any()
-            cure = (
-                "; if they count from 1, scripts.make_classes overwrite=true lists them so" if may_count_from_1 else ""
-            )
+            cure = ""
+            if foreign == [len(self.names)] and not (raw == 0).any():
+                cure = "; if they count from 1, scripts.make_classes overwrite=true lists them so"
             raise UnknownIds(
                 f"contains the ids {', '.join(map(str, foreign[:8]))}{ending}, which are not in the class table; "
                 f"expected only {ranges_text(self.label_ids)}{cure}"

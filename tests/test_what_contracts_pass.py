@@ -130,7 +130,7 @@ class Trained(CrossEntropy):
 
 
 def test_a_loss_that_would_be_trained_is_refused(tmp_path):
-    """Also from a later step on."""
+    """The loss uses its parameter from the third step on."""
     says = "gets a gradient, but only the network is trained"
     with pytest.raises(ValueError, match=rf"^loss=trained: losses\.\d+\.parameter {says}"):
         train_short(tmp_path / "run", "loss=trained", "trainer.steps=3")

@@ -164,7 +164,7 @@ def parts_named(config: TrainingRun) -> Iterator[None]:
 
 
 def _error_with_choices(error: BaseException, config: TrainingRun) -> Exception | None:
-    """An error that also names the choice behind it, or those that may have caused it; None: none, or it does so."""
+    """The error with the name of the choice behind it, or with all that may be. None if it needs no other message."""
     if is_out_of_memory(error) and (error.__cause__ is not None or not isinstance(error, MemoryError)):
         return None  # of a device
     kind = type(error).__name__
@@ -227,17 +227,18 @@ def _names_of_own_choices(config: TrainingRun) -> dict[Any, str]:
     ]
     names = {_factory(group, type(choice)): f"{group}={choice.name}" for group, choice in choices}
     names |= {kind: name for kind, name in _CLASSES_MADE.items() if name in names.values()}
-    return {
-        factory: name
-        for factory, name in names.items()
-        # A module's class, such as nn.Sequential, is also that of other parts.
-        if hasattr(factory, "__name__") and not (f"{factory.__module__}.".startswith(_OURS) and not _is_step(factory))
-    }
+    return {factory: name for factory, name in names.items() if _belongs_to_one_choice(factory)}
 
 
-def _is_step(factory: Any) -> bool:
-    """Whether it is a class of optimisers or schedules."""
-    return isinstance(factory, type) and issubclass(factory, (optim.Optimizer, optim.lr_scheduler.LRScheduler))
+def _belongs_to_one_choice(factory: Any) -> bool:
+    """Whether only one choice of a run uses a class or function.
+
+    Several parts may use our code or a module of PyTorch's, such as nn.Sequential. But a run has one optimiser and one
+    schedule.
+    """
+    if isinstance(factory, type) and issubclass(factory, (optim.Optimizer, optim.lr_scheduler.LRScheduler)):
+        return True
+    return hasattr(factory, "__name__") and not f"{factory.__module__}.".startswith(_OURS)
 
 
 def _frames(error: BaseException) -> list[FrameType]:

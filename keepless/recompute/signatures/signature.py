@@ -163,7 +163,7 @@ class Signature:
         return self.backward is not None and (self.skip_count > 0 or not self.backward.has_begun)
 
     def note_lost(self) -> None:
-        """The pass that was watched has no backward pass, as that of a generator for the discriminator's step."""
+        """Note that the watched pass had no backward pass: a GAN's generator makes images for its discriminator so."""
         self.backward = Backward(None)  # which no graph has
         self.skip_count = self.lost_count
         self.lost_count += 1

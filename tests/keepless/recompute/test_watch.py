@@ -362,7 +362,7 @@ def test_evaluations_with_gradients_are_watched_once_and_a_training_then_gets_it
 
 
 def test_a_network_that_each_step_calls_without_a_backward_pass_first_gets_its_plan(watched):
-    """As a generator: the discriminator learns from its images first. Here from two batches of them."""
+    """A GAN's generator makes images for its discriminator, here two batches, before its own backward pass."""
     within = recompute_activations(Layers(2), budget=0.9)
     for _ in range(5):
         within(X.view(32, 32)), within(X.view(32, 32))
