@@ -217,10 +217,9 @@ def _parsed_sweep(
     parser = OverridesParser.create(program.config_loader)
     parsed = parser.parse_overrides([*words])
     overrides = {override.get_key_element(): override for override in parsed if not override.is_hydra_override()}
-    for several in overrides.values():
-        has_values = several.is_sweep_override() and not several.is_interval_sweep()
-        if has_values and not any(True for _ in several.sweep_string_iterator()):
-            raise ValueError(f"{several.input_line}: there are no such values")
+    for swept in filter(Override.is_sweep_override, overrides.values()):
+        if not swept.is_interval_sweep() and next(swept.sweep_string_iterator(), None) is None:
+            raise ValueError(f"{swept.input_line}: there are no such values")
     try:
         settings = program.compose_config(primary, [*words], RunMode.MULTIRUN).hydra
     except (HydraException, ValueError):

@@ -382,7 +382,7 @@ def test_a_part_whose_graph_is_freed_during_the_pass_stays_within_the_budget():
 
 
 def test_what_a_freed_call_has_saved_as_it_is_needs_no_rules():
-    """Only the argmin of these distances is used. With a rule, later passes would hold what cdist saves to their end."""
+    """Only the argmin of these distances is used. With a rule, a later pass would hold what cdist saves."""
     advice, x = Advice(), torch.randn(8, 4, requires_grad=True)
     with Advised(advice, inputs=[x]) as recording:
         torch.cdist(torch.mm(x, x.T), torch.mm(x, x.T)).argmin(1)
