@@ -231,6 +231,7 @@ class Watch(Trace):
             self._read_packs(memory, tensor)
 
     def _read_as_written(self, tensor: Any) -> None:
+        """Let autograd read an argument, which an operator has written after it was saved, as it is now."""
         memory = self.allocations.memory(tensor) if isinstance(tensor, Tensor) and is_ordinary(tensor) else None
         if memory is not None:
             self._read_packs(memory, tensor)
