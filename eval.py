@@ -28,7 +28,6 @@ from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
 from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
-from engine.schema.keys import is_absent
 from engine.schema.training import TrainingRun
 from engine.training.preparation import verify_with_progress
 
@@ -95,7 +94,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
 
 def _print_absent_scores(console: Console, config: TrainingRun) -> None:
     """Print which scores of the training could not be computed, as the plugins that register them are not loaded."""
-    absent = [name for name, added_score in config.scores.items() if is_absent(added_score)]
+    absent = [name for name, added_score in config.scores.items() if added_score.is_absent]
     if absent:
         console.print(f"scores=[{','.join(absent)}] could not be computed: give the plugins that register them")
 

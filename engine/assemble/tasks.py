@@ -22,7 +22,6 @@ from engine.records.evaluated import Dataset, Evaluated
 from engine.schema.classification import ClassificationData, ClassificationRun
 from engine.schema.data import Data, SegmentationData
 from engine.schema.evaluation import Evaluation, TrainedNetwork
-from engine.schema.keys import is_absent
 from engine.schema.network import Head
 from engine.schema.segmentation import Loss, SegmentationRun
 from engine.schema.training import TrainingRun
@@ -129,7 +128,7 @@ def classify(
 
 def added_scores(config: TrainingRun, dataset: Dataset) -> AddedScores:
     """The scores that a run names, for one evaluation. Those of plugins that are not loaded are left out."""
-    choices = {name: choice for name, choice in config.scores.items() if not is_absent(choice)}
+    choices = {name: choice for name, choice in config.scores.items() if not choice.is_absent}
     return AddedScores(
         {
             name: builder("scores", choice)(classes=dataset.classes, ignore_index=IGNORED)

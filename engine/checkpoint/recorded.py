@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.configuration.config import RUNS, Schema
 from engine.process.console import logger
 from engine.process.plugins import LOADED
-from engine.schema.keys import alternative, bases_of, declared_in, groups_of, is_absent, without_interpolation
+from engine.schema.keys import alternative, bases_of, declared_in, groups_of, without_interpolation
 from engine.schema.training import TrainingRun
 from models.private_torch import tree_map
 
@@ -89,6 +89,6 @@ def _absent(base: type, classes: Mapping[str, type], values: Mapping[str, Any]) 
 def _subclasses(kind: type[Any], choices: Container[type]) -> Iterator[type[Any]]:
     """The classes below a kind that are neither choices nor absent ones, nor derive from such."""
     for subclass in kind.__subclasses__():
-        if subclass not in choices and not is_absent(subclass):
+        if subclass not in choices and not getattr(subclass, "is_absent", False):
             yield subclass
             yield from _subclasses(subclass, choices)

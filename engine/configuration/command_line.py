@@ -68,7 +68,8 @@ def configured(
                 options, words = _parsed_arguments(sys.argv[1:])
                 plugins.load(words, CHOICES)
                 plugins.ADDED[:] = [Path(options.config_dir).resolve()] if options.config_dir else []
-                _check_options(name, options, words)
+                if not {*words} <= {*options.overrides}:
+                    raise _answered(name, words, HydraException("expected key=value"))
                 if options.help:
                     text = description or sys.modules[main.__module__].__doc__ or name
                     print(help_text(text, name, schema, composed(name, *words, primary=options.config_name)))
@@ -91,7 +92,7 @@ def _restart_advice(schema: type[Keys]) -> str:
 def _parsed_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Split arguments, in any order, into Hydra's options and words: key=value, and what is no option of Hydra's.
 
-    ValueError: Hydra's parser refuses an option.
+    ValueError: Hydra's parser refuses an option, or it cannot be followed.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -104,26 +105,16 @@ def _parsed_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.allow_abbrev = False
     parser.error = refuse  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    options.multirun |= MULTIRUN in options.overrides
-    if options.package and not options.cfg:  # -p of another program, so its value is no option of Hydra's
-        return options, [*arguments]
-    return options, [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
-
-
-def _check_options(name: str, options: Namespace, words: Sequence[str]) -> None:
-    """Raise ValueError if options of Hydra's cannot be followed, or words are no key=value."""
     if options.resolve and not (options.cfg or options.help):
         raise ValueError("The --resolve flag can only be used in conjunction with --cfg or --help")
     if options.experimental_rerun:
         raise ValueError("--experimental-rerun: leave it out; run_dir=RUN resume=auto continues a run")
-    if not {*words} <= {*options.overrides}:
-        raise _answered(name, words, HydraException("expected key=value"))
-    for folder in plugins.ADDED:
-        if not folder.is_dir():
-            raise ValueError(f"Additional config directory '{folder}' not found")
-    for word in words:
-        if word.startswith("hydra.run.dir=") and "run_dir" in declared_in(SCHEMAS[name]):
-            raise ValueError(f"{word}: give {word.removeprefix('hydra.').replace('.', '_', 1)}, the folder of the run")
+    if options.config_dir and not Path(options.config_dir).is_dir():
+        raise ValueError(f"Additional config directory '{Path(options.config_dir).resolve()}' not found")
+    options.multirun |= MULTIRUN in options.overrides
+    if options.package and not options.cfg:  # -p of another program, so its value is no option of Hydra's
+        return options, [*arguments]
+    return options, [word for word in arguments if word in (*options.overrides, *unknown) and word != MULTIRUN]
 
 
 def _run_hydra(name: str, main: Callable[[Any], Any], options: Namespace, words: list[str]) -> None:

@@ -26,10 +26,15 @@ BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
-    """An argument of a command with these keys; a text value that Hydra would change or refuse is quoted."""
+    """An argument of a command with these keys; a text value that Hydra would change or refuse is quoted.
+
+    HydraException, ValueError: ~ before a key would remove it, and hydra.run.dir name no run.
+    """
     prefixed_name, equals, text = word.partition("=")
     name = prefixed_name.lstrip("+~")
     keys = declared_in(schema)
+    if name == "hydra.run.dir" and "run_dir" in keys:
+        raise ValueError(f"{word}: give run_dir={text}, the folder of the run")
     declared = keys.get(name)
     parent = keys.get(name.rpartition(".")[0])
     if parent and parent.kind is Any:  # a mapping with any names, such as `roots`

@@ -36,6 +36,7 @@ class Score:
 
     name: str = MISSING
     called_with: ClassVar[tuple[str, ...]] = ("classes", "ignore_index")
+    is_absent: ClassVar[bool]  # whether a checkpoint names it, and no loaded plugin has it
 
 
 @choice("scores")

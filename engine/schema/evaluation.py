@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from datasets.class_names import ORDERS
 from engine.schema.additions import Plugins, Score
-from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, is_absent, key, several
+from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key, several
 from engine.schema.network import Norm, OurNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms import ACTIVATIONS
@@ -172,7 +172,7 @@ class Evaluation(TrainedNetwork):
             *if_changed(self.crop, None, "crop{}"),
             *if_changed(self.resize, None, "resize{}"),
             *self.scores,
-            *(f"without_{name}" for name, choice in config.scores.items() if is_absent(choice)),
+            *(f"without_{name}" for name, choice in config.scores.items() if choice.is_absent),
         ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths

@@ -70,7 +70,8 @@ def key(default: T, **rules: Unpack[Rules]) -> T:
     """A key with a default. None (null) is allowed, except for `names` and, unless it is the default, with a `word`."""
     may_be_null = default is None or not (rules.get("names") or rules.get("word"))
     is_free = rules.get("free_on_resume", False) or rules.get("per_machine", False)
-    metadata = {**rules, "free_on_resume": is_free, "may_be_null": may_be_null}
+    is_bounded = "above" in rules or "least" in rules  # (no key has an upper bound alone)
+    metadata = {**rules, "free_on_resume": is_free, "may_be_null": may_be_null, "is_bounded": is_bounded}
     return field(default_factory=lambda: deepcopy(default), metadata=metadata)
 
 
@@ -136,6 +137,7 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
             files = [getattr(sys.modules[choice.__module__], "__file__", None) for choice in (other, kind)]
             raise ValueError(f"{group}={name} is registered twice: in {files[0]} and in {files[1]}; rename one")
         kind.is_base = is_base
+        kind.is_absent = False  # `engine.checkpoint.recorded` makes classes for choices that no loaded plugin has
         choices[name] = kind
         ConfigStore.instance().store(name, kind, f"schema/{group}", group)
         declared_in.cache_clear()
@@ -176,11 +178,6 @@ def chosen(group: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict):
         return [(f"{group}.{name}", choice) for name, choice in value.items()]
     return [(group, value)]
-
-
-def is_absent(choice: Any) -> bool:
-    """Whether a checkpoint's choice is of a plugin that is not loaded, so that nothing can be built from it."""
-    return getattr(choice, "is_absent", False)
 
 
 def bases_of(schema: type[Keys]) -> dict[str, type[Any]]:
@@ -255,21 +252,19 @@ def complete_and_check(config: Keys, prefix: str = "") -> None:
             for place, choice in chosen(name, value):
                 if choice is None:
                     alternative(place, groups_of(type(config))[entry.name], None)  # which refuses it
-                if not is_absent(choice):
-                    _check_name(place, choice, name)
-                    complete_and_check(choice, f"{place}.")
+                if choice.is_absent:
+                    continue
+                if choice.name != type(choice).name:
+                    raise ValueError(
+                        f"{place}.name={choice.name} does not change the {name}: give {name}={choice.name}"
+                    )
+                complete_and_check(choice, f"{place}.")
         elif isinstance(value, Keys):
             complete_and_check(value, f"{name}.")
         else:
             _check_value(name, value, entry, type(config))
     for method in ("check", "complete"):
         getattr(config, method, lambda: None)()
-
-
-def _check_name(place: str, choice: Any, group: str) -> None:
-    """ValueError: the key `name` of a choice was changed, which chooses no other one."""
-    if choice.name != type(choice).name:
-        raise ValueError(f"{place}.name={choice.name} does not change the {group}: give {group}={choice.name}")
 
 
 def expected(declared: Declared) -> str:
@@ -280,7 +275,7 @@ def expected(declared: Declared) -> str:
     entries = bounds.get("entries")
     if word:
         without_word = Declared(int, {**bounds, "word": None})
-        return f"{word}, or {expected(without_word)}" if _is_bounded(bounds) else f"{word}, true or false"
+        return f"{word}, or {expected(without_word)}" if bounds.get("is_bounded") else f"{word}, true or false"
     if bounds.get("names"):
         return "a name or a list of different names, such as [A,B]"
     if isinstance(kind, UnionType):
@@ -309,17 +304,12 @@ def _check_value(name: str, value: Any, entry: Field[Any], owner: type[Keys]) ->
         raise ValueError(
             f"{name}={value}: expected the path to write to, such as {name}=OUT; left out, nothing is written"
         )
-    number_count = len(tree_leaves(value)) if _is_bounded(rules) else 0
+    number_count = len(tree_leaves(value)) if rules.get("is_bounded") else 0
     if number_count > MOST_NUMBERS:
         raise ValueError(f"{name} has {number_count:,} numbers: expected at most {MOST_NUMBERS:,}")
     if not _is_allowed(value, rules):
         declared = Declared(get_type_hints(owner)[entry.name], rules)
         raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(declared)}")
-
-
-def _is_bounded(rules: Mapping[str, Any]) -> bool:
-    """Whether the values of a key are numbers with a lower bound. (None has an upper bound alone.)"""
-    return "above" in rules or "least" in rules
 
 
 def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
@@ -335,7 +325,7 @@ def _is_allowed(value: Any, rules: Mapping[str, Any]) -> bool:
         return bool(as_list(value))
     if word is not None and value == word:
         return True
-    if not _is_bounded(rules):
+    if not rules.get("is_bounded"):
         return word is None or type(value) is bool
     if word is not None and type(value) is not int:
         return False
