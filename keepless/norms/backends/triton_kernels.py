@@ -10,7 +10,7 @@ BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is cont
 A channel's tiles are split over `parts` programs, so even a few channels can fill a device. Pass 2 has the same
 programs. Each first combines the parts of its channels, always in the same order; only the program of part 0 writes
 per-channel results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
-Where one program can take whole channels (`takes_whole_channels`), it makes both sweeps, and nothing is partial.
+Where one program can take whole channels (`takes_whole_channels`), pass 2 makes both sweeps, and nothing is partial.
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential use the device's
 fast instructions, accurate to a few units in the last place.
@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -195,6 +195,15 @@ def _channels(block, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def _place(program, C, BLOCK_C: tl.constexpr):
+    """A program's block of channels, its part of their tiles, the channels, and which of them exist."""
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block = program % blocks
+    channels = _channels(block, BLOCK_C)
+    return block, program // blocks, channels, channels < C
+
+
+@triton.jit
 def _load_gamma(gamma, channels, exists, floor):
     """copysign(max(|gamma|, floor), gamma); NaN stays NaN."""
     gamma = tl.load(gamma + channels, exists, 1.0)
@@ -356,57 +365,9 @@ def _load_vectors(offset, factor, gamma, beta, floor, channels, exists):
 
 
 # ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN ----
+# SUMS: how pass 2 gets the sums over channels: "given", from "parts", or by its own sweep over "whole" channels.
 
 _kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
-
-
-@_kernel
-def _forward_kernel(
-    x, z, mean, invstd, gamma, beta, running_mean, running_var, momentum, eps, floor, param, N, C, length,
-    ACTIVATION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """Both passes of whole channels. mean, invstd and the running statistics, if given, are outputs."""
-    L = length * ALIGN
-    block = tl.program_id(0)
-    channels = _channels(block, BLOCK_C)
-    exists = channels < C
-    first = tl.full((), 0, tl.int32)
-    end = _tiles(N, L, BLOCK_N, BLOCK_L)
-    centre, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
-    unbiased = var * (_count(N, L) / (_count(N, L) - 1))
-    _write_statistics(centre, var, unbiased, mean, invstd, running_mean, running_var, momentum, eps, channels, exists)
-    scale = tl.rsqrt(var + eps) * _load_gamma(gamma, channels, exists, floor)
-    shift = tl.load(beta + channels, exists, 0.0)
-    _sweep_output(x, z, block, first, end, centre, scale, shift, param, N, C, L, ACTIVATION, BLOCK_N, BLOCK_C, BLOCK_L)
-
-
-@_kernel
-def _backward_kernel(
-    kept, dz, dx, offset, factor, gamma, beta, invstd, dbeta, dgamma, floor, param, N, C, length,
-    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """Both passes of whole channels. dbeta and dgamma are outputs."""
-    L = length * ALIGN
-    block = tl.program_id(0)
-    channels = _channels(block, BLOCK_C)
-    exists = channels < C
-    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
-    first = tl.full((), 0, tl.int32)
-    end = _tiles(N, L, BLOCK_N, BLOCK_L)
-    sum_dy, sum_dy_x_hat = _sweep_sums(
-        kept, dz, block, first, end, vectors, param, N, C, L,
-        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L, FOLD,
-    )  # fmt: skip
-    tl.store(dbeta + channels, sum_dy, exists)
-    tl.store(dgamma + channels, sum_dy_x_hat, exists)
-    scale = vectors[2] * tl.load(invstd + channels, exists, 0.0)
-    count = _count(N, L)
-    _sweep_gradient(
-        kept, dz, dx, block, first, end, vectors, scale, sum_dy / count, sum_dy_x_hat / count, param, N, C, L,
-        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L,
-    )  # fmt: skip
 
 
 @_kernel
@@ -416,14 +377,11 @@ def _partial_moments_kernel(
 ):  # fmt: skip
     """partials (2, parts, C): mean and biased variance."""
     L = length * ALIGN
-    blocks = (C + BLOCK_C - 1) // BLOCK_C
-    block = tl.program_id(0) % blocks
-    part = tl.program_id(0) // blocks
+    block, part, channels, exists = _place(tl.program_id(0), C, BLOCK_C)
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     mean, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
-    channels = _channels(block, BLOCK_C)
-    tl.store(partials + part * C + channels, mean, channels < C)
-    tl.store(partials + (parts + part) * C + channels, var, channels < C)
+    tl.store(partials + part * C + channels, mean, exists)
+    tl.store(partials + (parts + part) * C + channels, var, exists)
 
 
 @_kernel
@@ -473,28 +431,26 @@ def _joint_statistics_kernel(
 def _normalise_kernel(
     x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, floor, param,
     N, C, length, tiles_per_part, parts,
-    ACTIVATION: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SUMS: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """z = phi(gamma * (x - mean) * invstd + beta).
 
-    With partials, mean and invstd are outputs, and so are the running statistics, if given.
+    Unless SUMS is "given", mean and invstd are outputs, and so are the running statistics, if given.
     """
     L = length * ALIGN
-    blocks = (C + BLOCK_C - 1) // BLOCK_C
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = program % blocks
-    part = program // blocks
-    channels = _channels(block, BLOCK_C)
-    exists = channels < C
-
-    if partials is None:
+    block, part, channels, exists = _place(tl.num_programs(0) - 1 - tl.program_id(0), C, BLOCK_C)
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    if SUMS == "given":
         centre = tl.load(mean + channels, exists, 0.0)
         scale = tl.load(invstd + channels, exists, 0.0)
     else:
-        centre, var = _combine_moments(
-            partials, parts, channels, tiles_per_part, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
-        )
+        if SUMS == "whole":
+            centre, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
+        else:
+            centre, var = _combine_moments(
+                partials, parts, channels, tiles_per_part, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+            )
         scale = tl.rsqrt(var + eps)
         if part == 0:
             unbiased = var * (_count(N, L) / (_count(N, L) - 1))
@@ -503,7 +459,6 @@ def _normalise_kernel(
             )
     scale *= _load_gamma(gamma, channels, exists, floor)
     shift = tl.load(beta + channels, exists, 0.0)
-    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     _sweep_output(x, z, block, first, end, centre, scale, shift, param, N, C, L, ACTIVATION, BLOCK_N, BLOCK_C, BLOCK_L)
 
 
@@ -515,11 +470,7 @@ def _partial_sums_kernel(
 ):  # fmt: skip
     """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat."""
     L = length * ALIGN
-    blocks = (C + BLOCK_C - 1) // BLOCK_C
-    block = tl.program_id(0) % blocks
-    part = tl.program_id(0) // blocks
-    channels = _channels(block, BLOCK_C)
-    exists = channels < C
+    block, part, channels, exists = _place(tl.program_id(0), C, BLOCK_C)
     vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     sum_dy, sum_dy_x_hat = _sweep_sums(
@@ -534,37 +485,37 @@ def _partial_sums_kernel(
 def _input_gradient_kernel(
     kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, floor, param,
     N, C, length, tiles_per_part, parts,
-    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr, SUMS: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat).
 
-    With partials, the means are computed from them, and dbeta and dgamma are outputs.
+    Unless SUMS is "given", the means are computed, and dbeta and dgamma are outputs.
     """
     L = length * ALIGN
-    blocks = (C + BLOCK_C - 1) // BLOCK_C
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = program % blocks
-    part = program // blocks
-    channels = _channels(block, BLOCK_C)
-    exists = channels < C
-
-    if partials is None:
+    block, part, channels, exists = _place(tl.num_programs(0) - 1 - tl.program_id(0), C, BLOCK_C)
+    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    if SUMS == "given":
         mean_dy = tl.load(mean_dy + channels, exists, 0.0)
         mean_dy_x_hat = tl.load(mean_dy_x_hat + channels, exists, 0.0)
     else:
-        sums_dy, sums_dy_x_hat = _load_partials(partials, parts, channels, C, PARTS)
-        sum_dy = _sum(sums_dy, BLOCK_C)
-        sum_dy_x_hat = _sum(sums_dy_x_hat, BLOCK_C)
+        if SUMS == "whole":
+            sum_dy, sum_dy_x_hat = _sweep_sums(
+                kept, dz, block, first, end, vectors, param, N, C, L,
+                ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L, FOLD,
+            )  # fmt: skip
+        else:
+            sums_dy, sums_dy_x_hat = _load_partials(partials, parts, channels, C, PARTS)
+            sum_dy = _sum(sums_dy, BLOCK_C)
+            sum_dy_x_hat = _sum(sums_dy_x_hat, BLOCK_C)
         if part == 0:
             tl.store(dbeta + channels, sum_dy, exists)
             tl.store(dgamma + channels, sum_dy_x_hat, exists)
         count = _count(N, L)
         mean_dy = sum_dy / count
         mean_dy_x_hat = sum_dy_x_hat / count
-    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
     scale = vectors[2] * tl.load(invstd + channels, exists, 0.0)
-    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     _sweep_gradient(
         kept, dz, dx, block, first, end, vectors, scale, mean_dy, mean_dy_x_hat, param, N, C, L,
         ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L,
@@ -590,6 +541,7 @@ class Launch:
     sizes: tuple[int, ...]
     constants: dict[str, Any]  # compile-time constants
     options: dict[str, Any]  # of compilation, e.g. num_warps
+    partials: int = 0  # partial results of its programs, (2, parts, C)
     # Launchers of compiled kernels, by what these were compiled for: the tensors' alignment (None: no tensor). Triton
     # would look at all arguments to find them, which takes several times as long as the launch.
     compiled: dict[tuple[int | None, ...], Callable[..., None]] = field(default_factory=dict)
@@ -611,19 +563,6 @@ class Launch:
             self.compiled[alignment] = compiled[grid]
 
 
-class _Pass(NamedTuple):
-    """Kernels with the same programs. Without a second, the first takes whole channels and is the whole pass."""
-
-    tiling: Tiling
-    first: Launch
-    second: Launch | None
-
-    @property
-    def partials(self) -> int:
-        """Partial results (2, parts, C), flat."""
-        return 2 * self.tiling.parts * self.tiling.shape[1]
-
-
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -641,48 +580,47 @@ def _tiling(key: Key, reads: int, sums: bool = True) -> Tiling:
 
 
 @cache
-def _forward_pass(key: Key, activation: str) -> _Pass:
+def _forward_launches(key: Key, activation: str) -> tuple[Launch | None, Launch]:
+    """Pass 1, unless programs take whole channels, and pass 2."""
     tiling = _tiling(key, reads=1)
-    if tiling.parts == 1:
-        return _Pass(tiling, _launch(_forward_kernel, tiling, ACTIVATION=activation), None)
-    second = _launch(_normalise_kernel, tiling, ACTIVATION=activation)
-    return _Pass(tiling, _launch(_partial_moments_kernel, tiling), second)
+    first = None if tiling.parts == 1 else _launch(_partial_moments_kernel, tiling)
+    return first, _launch(_normalise_kernel, tiling, ACTIVATION=activation)
 
 
 @cache
-def _moments_pass(key: Key) -> _Pass:
+def _moments_launches(key: Key) -> tuple[Launch, Launch | None]:
+    """Pass 1, and what combines the parts, if there are several."""
     tiling = _tiling(key, reads=1)
     second = None if tiling.parts == 1 else replace(_launch(_moments_kernel, tiling), programs=tiling.blocks)
-    return _Pass(tiling, _launch(_partial_moments_kernel, tiling), second)
+    return _launch(_partial_moments_kernel, tiling), second
 
 
 @cache
 def _normalise_launch(key: Key, activation: str) -> Launch:
     # It reads no parts, so it is compiled once for all.
-    return _launch(_normalise_kernel, _tiling(key, reads=1, sums=False), ACTIVATION=activation, PARTS=1)
+    tiling = _tiling(key, reads=1, sums=False)
+    return _launch(_normalise_kernel, tiling, ACTIVATION=activation, SUMS="given", PARTS=1)
 
 
 @cache
-def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
-    tiling = _tiling(key, reads=2)
+def _backward_launches(key: Key, activation: str, is_output: bool) -> tuple[Launch | None, Launch]:
+    """Pass 1, unless programs take whole channels, and pass 2."""
     constants = _activation_constants(key, activation, is_output)
-    if tiling.parts == 1:
-        return _Pass(tiling, _launch(_backward_kernel, tiling, **constants), None)
-    second = _launch(_input_gradient_kernel, tiling, **constants)
-    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **constants), second)
+    tiling = _tiling(key, reads=2)
+    first = None if tiling.parts == 1 else _sums_launch(key, activation, is_output)
+    return first, _launch(_input_gradient_kernel, tiling, **constants)
 
 
 @cache
-def _sums_pass(key: Key, activation: str, is_output: bool) -> _Pass:
-    tiling = _tiling(key, reads=2)
+def _sums_launch(key: Key, activation: str, is_output: bool) -> Launch:
     constants = _activation_constants(key, activation, is_output)
-    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **constants), None)
+    return _launch(_partial_sums_kernel, _tiling(key, reads=2), **constants)
 
 
 @cache
 def _gradient_launch(key: Key, activation: str, is_output: bool) -> Launch:
     constants = _activation_constants(key, activation, is_output)
-    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, PARTS=1)
+    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, SUMS="given", PARTS=1)
 
 
 def _activation_constants(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
@@ -692,16 +630,17 @@ def _activation_constants(key: Key, activation: str, is_output: bool) -> dict[st
 def _launch(kernel: Any, tiling: Tiling, **constants: Any) -> Launch:
     """Prepare a kernel: one program per block of channels and part. `constants`: besides the tiling's own."""
     n, c, length = tiling.shape
-    all_constants = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
-    all_constants |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts, **constants}
-    in_parts = "parts" in kernel.arg_names
+    all_constants: dict[str, Any] = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    all_constants |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts}
+    all_constants |= {"SUMS": "whole" if tiling.parts == 1 else "parts", **constants}
     return Launch(
         kernel,
         programs=tiling.blocks * tiling.parts,
-        sizes=(n, c, length // tiling.align, *((tiling.tiles_per_part, tiling.parts) if in_parts else ())),
+        sizes=(n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts),
         constants={name: all_constants[name] for name in kernel.arg_names if name in all_constants},
         # A program that has a multiprocessor to itself fits anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
+        partials=2 * tiling.parts * c,
     )
 
 
@@ -727,14 +666,14 @@ class TritonBackend(Backend):
     floors_gamma = True
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        moments_pass = _moments_pass(_key(x))
-        partials = x.new_empty(moments_pass.partials, dtype=torch.float32)
-        moments_pass.first((x, partials))
-        if moments_pass.second is None:
+        first, second = _moments_launches(_key(x))
+        partials = x.new_empty(first.partials, dtype=torch.float32)
+        first((x, partials))
+        if second is None:
             mean, var = partials.view(2, -1)
         else:
             mean, var = partials.new_empty((2, x.shape[1]))
-            moments_pass.second((partials, mean, var))
+            second((partials, mean, var))
         return mean, var
 
     def joint_statistics(
@@ -765,22 +704,21 @@ class TritonBackend(Backend):
             return super().forward(x, affine, eps, running, overwrite)
         running_mean, running_var, momentum = running
         gamma, beta, activation, floor = affine
-        forward_pass = _forward_pass(_key(x), activation.name)
+        first, second = _forward_launches(_key(x), activation.name)
         mean = torch.empty_like(beta)
         invstd = torch.empty_like(beta)  # of its own storage: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
         floats = (float(momentum), float(eps), floor, float(activation.param))
-        if forward_pass.second is None:
-            forward_pass.first((x, z, mean, invstd, gamma, beta, running_mean, running_var), floats)
-        else:
-            partials = beta.new_empty(forward_pass.partials)
-            forward_pass.first((x, partials))
-            forward_pass.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
+        partials = None
+        if first is not None:
+            partials = beta.new_empty(first.partials)
+            first((x, partials))
+        second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        sums_pass = _sums_pass(_key(kept.values), kept.activation.name, kept.is_output)
-        partials = _partial_sums(sums_pass, kept, _in_format_of(kept.values, dz))
+        launch = _sums_launch(_key(kept.values), kept.activation.name, kept.is_output)
+        partials = _partial_sums(launch, kept, _in_format_of(kept.values, dz))
         parts = partials.view(2, -1, len(kept.beta))
         dbeta, dgamma = parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
         return dbeta, dgamma
@@ -793,17 +731,14 @@ class TritonBackend(Backend):
         return dx
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        backward_pass = _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
+        first, second = _backward_launches(_key(kept.values), kept.activation.name, kept.is_output)
         dz = _in_format_of(kept.values, dz)
         dx = torch.empty_like(kept.values)
         dgamma = torch.empty_like(kept.beta)
         dbeta = torch.empty_like(kept.beta)
-        tensors = (kept.values, dz, dx, *_vectors(kept), kept.invstd)
-        if backward_pass.second is None:
-            backward_pass.first((*tensors, dbeta, dgamma), _floats(kept))
-        else:
-            partials = _partial_sums(backward_pass, kept, dz)
-            backward_pass.second((*tensors, None, None, partials, dbeta, dgamma), _floats(kept))
+        partials = None if first is None else _partial_sums(first, kept, dz)
+        vectors = (*_vectors(kept), kept.invstd, None, None, partials, dbeta, dgamma)
+        second((kept.values, dz, dx, *vectors), _floats(kept))
         return dx, dgamma, dbeta
 
 
@@ -812,9 +747,9 @@ def _are_contiguous(running: Running) -> bool:
     return all(statistic is None or statistic.is_contiguous() for statistic in (running.mean, running.var))
 
 
-def _partial_sums(kernels: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = kept.beta.new_empty(kernels.partials)
-    kernels.first((kept.values, dz, *_vectors(kept), partials), _floats(kept))
+def _partial_sums(launch: Launch, kept: BackwardInputs, dz: Tensor) -> Tensor:
+    partials = kept.beta.new_empty(launch.partials)
+    launch((kept.values, dz, *_vectors(kept), partials), _floats(kept))
     return partials
 
 
