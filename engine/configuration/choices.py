@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from engine.process.plugins import folders
-from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
+from engine.schema.keys import CHOICES, CONFIGS, groups_of
 
 
 def groups_in(command: str) -> dict[str, str | None]:
@@ -25,25 +24,6 @@ def file_of(group: str, choice: str) -> Path | None:
     """The file of a choice; None if it has none."""
     files = (folder / group / f"{choice}.yaml" for folder in (CONFIGS, *folders()))
     return next((file for file in files if file.is_file()), None)
-
-
-def store_choices(schema: type[Keys]) -> None:
-    """Make known to Hydra where the keys of choices in lists are, and the choices that have no YAML file.
-
-    `keys.choice` stores each choice as schema/GROUP/NAME with its keys below GROUP, not knowing the schema. In a list
-    they are below GROUP.NAME. Without a YAML file, as of a plugin's choice, only what is stored here is GROUP=NAME.
-    """
-    store = ConfigStore.instance().store
-    declared = declared_in(schema)
-    for group, classes in groups_of(schema).items():
-        is_list = "is_list" in declared[group].metadata
-        ConfigStore.instance().repo.setdefault(group, {})  # even without choices, GROUP=[] chooses none
-        for name, kind in classes.items():
-            package = f"{group}.{name}" if is_list else group
-            if is_list:
-                store(name, kind, f"schema/{group}", package)
-            if file_of(group, name) is None and not kind.is_base:
-                store(name, kind, group, package)
 
 
 def about_choice(group: str, choice: str) -> str:

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration.choices import store_choices
 from engine.configuration.config import Schema, typed
 from engine.configuration.help import help_text
 from engine.configuration.multirun import Jobs, sweep
@@ -43,6 +42,8 @@ def register(name: str, schema: type[Keys]) -> None:
     """Make the keys of a command known to Hydra. It composes configs/NAME.yaml, or without that file has no groups."""
     SCHEMAS[name] = schema
     ConfigStore.instance().store(name, schema, "schema", "_global_")
+    for group in groups_of(schema):
+        ConfigStore.instance().repo.setdefault(group, {})  # also without choices, GROUP=[] chooses none
     if not (CONFIGS / f"{name}.yaml").is_file():
         ConfigStore.instance().store(name, {"defaults": ["command", f"schema/{name}"]})
 
@@ -218,12 +219,13 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
 
     `folder`: where the configurations are; by default configs/, and below it those of plugins and of --config-dir.
     """
-    store_choices(SCHEMAS[name])
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     search_path = create_config_search_path(folder or str(CONFIGS))
-    for plugin_folder in plugins.folders():
-        search_path.prepend("command", f"file://{plugin_folder}", SearchPathQuery(provider="schema"))
+    for added_folder in plugins.folders():
+        search_path.prepend("command", f"file://{added_folder}", SearchPathQuery(provider="schema"))
+        for file in added_folder.glob("*/*.yaml"):  # is GROUP=NAME in place of the values of the class of this name
+            ConfigStore.instance().repo.get(file.parent.name, {}).pop(file.name, None)
     try:
         hydra.version.setbase("1.3")
         yield Hydra.create_main_hydra2(name, search_path)

@@ -19,6 +19,7 @@ class Augmentation:
     """Changes of a training crop, in the data worker."""
 
     name: str = MISSING
+    is_one_of_several: ClassVar[bool] = True
     called_with: ClassVar[tuple[str, ...]] = ()
 
 
@@ -27,6 +28,7 @@ class Logger:
     """Another place for a training's records, such as a service. It is made on rank 0 of trainings alone."""
 
     name: str = MISSING
+    is_one_of_several: ClassVar[bool] = True
     called_with: ClassVar[tuple[str, ...]] = ("folder", "config")
 
 
@@ -35,6 +37,7 @@ class Score:
     """Further scores of an evaluation, from each image's prediction and label."""
 
     name: str = MISSING
+    is_one_of_several: ClassVar[bool] = True
     called_with: ClassVar[tuple[str, ...]] = ("classes", "ignore_index")
     is_absent: ClassVar[bool]  # whether a checkpoint names it, and no loaded plugin has it
 

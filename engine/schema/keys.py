@@ -139,7 +139,10 @@ def choice(group: str, *, is_base: bool = False) -> Callable[[type[T]], type[T]]
         kind.is_base = is_base
         kind.is_absent = False  # `engine.checkpoint.recorded` makes classes for choices that no loaded plugin has
         choices[name] = kind
-        ConfigStore.instance().store(name, kind, f"schema/{group}", group)
+        package = f"{group}.{name}" if getattr(kind, "is_one_of_several", False) else group
+        ConfigStore.instance().store(name, kind, f"schema/{group}", package)
+        if not is_base and not (CONFIGS / group / f"{name}.yaml").is_file():
+            ConfigStore.instance().store(name, kind, group, package)
         declared_in.cache_clear()
         return decorated
 
