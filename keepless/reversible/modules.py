@@ -1,6 +1,5 @@
 """Modules that restore their inputs from their outputs instead of saving them (RevNet, MemCNN)."""
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ from ..norms.statistics import statistics_kept
 from ..torch_internals import KeeplessWarning, call_at_compilation, warn
 from .chain import Pass, as_tuple
 from .couplings import has_hooks, is_low_under_autocast, runs_in_halves, widened
-
-Block = nn.Module | tuple[nn.Module, ...]
 
 
 class InvertibleModuleWrapper(nn.Module):
@@ -145,20 +142,18 @@ class ReversibleSequence(nn.Module):
         return y
 
 
-def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
-    """Run modules like a `ReversibleSequence`. A tuple of modules is one block, which keeps its input."""
+def run_reversibly(blocks: Iterable[nn.Module], x: Tensor, disable: bool = False) -> Tensor:
+    """Run modules like a `ReversibleSequence`."""
     reversible = torch.is_grad_enabled() and not disable
     if reversible and torch.compiler.is_compiling():
         call_at_compilation(_warn_of_kept_activations)
         for block in blocks:
-            x = run_in_turn(block, widened(x) if runs_in_halves(block) else x)
+            x = block(widened(x) if runs_in_halves(block) else x)
         return x
     forward = Pass((x,), reversible=reversible, widens=True)
     for block in blocks:
         if runs_in_halves(block):
             forward.couple(block)
-        elif isinstance(block, tuple):
-            forward.apply(block, functools.partial(run_in_turn, block))
         else:
             forward.apply([block], block, inverse_of(block))
     (y,) = forward.finish()
@@ -172,13 +167,6 @@ def _warn_of_kept_activations(_: object) -> None:
         KeeplessWarning,
         stacklevel=1,
     )
-
-
-def run_in_turn(block: Block, x: Tensor) -> Tensor:
-    """Run a module, or several in sequence."""
-    for module in block if isinstance(block, tuple) else (block,):
-        x = module(x)
-    return x
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keepless import InPlaceABN, run_reversibly
 from models.blocks import Convolutions, NormAct, residual_stage
@@ -100,8 +100,8 @@ class RevNet(Body):
         units: list[Any] = [unit for stage in self.stage_modules() for unit in stage]
         # A first unit without inverse would save the stem's output; with the stem, it saves only the images.
         if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():
-            return [(self.mod1,), *units]
-        return [(self.mod1, units[0]), *units[1:]]
+            return [self.mod1, *units]
+        return [nn.Sequential(self.mod1, units[0]), *units[1:]]
 
 
 def _basic(*widths: int) -> list[tuple[int, int]]:
