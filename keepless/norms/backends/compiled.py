@@ -32,21 +32,17 @@ class CompiledBackend(Backend):
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         blocks, axis = as_blocks(x)
-        settings = Settings(axis, affine.activation)
-        scale = affine.gamma * invstd
-        if not overwrite:
-            return from_blocks(run_formula(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
-        run_formula(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
-        return x
+        settings = Settings(axis, affine.activation, overwrites=overwrite)
+        z = run_formula(formulas.normalise, settings, blocks, mean, affine.gamma * invstd, affine.beta)
+        return x if z is None else from_blocks(z, x)
 
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             blocks, axis = as_blocks(x)
-            settings = Settings(axis, affine.activation, eps)
-            formula = formulas.forward_ if overwrite else formulas.forward
-            z, mean, var, invstd = run_formula(formula, settings, blocks, affine.gamma, affine.beta)
+            settings = Settings(axis, affine.activation, eps, overwrites=overwrite)
+            z, mean, var, invstd = run_formula(formulas.forward, settings, blocks, affine.gamma, affine.beta)
             running.update(mean, var, x.numel() // x.shape[1])
             return x if z is None else from_blocks(z, x), mean, invstd
         if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
@@ -165,12 +161,13 @@ def _compiled(
     eps = str(settings.eps)
     name = settings.activation.name
     is_output = settings.is_output
+    overwrites = settings.overwrites
 
     def specialised(*tensors: Tensor) -> Result:
-        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps), is_output), *tensors)
+        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps), is_output, overwrites), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
-    code_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}_{is_output}"
+    code_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}_{is_output}_{overwrites}"
     specialised.__code__ = specialised.__code__.replace(co_name=code_name)
     options: dict[str, str | int | bool | Callable[..., object]] = {
         "cpp.dynamic_threads": True,  # or Inductor's disk cache may return a single-threaded loop

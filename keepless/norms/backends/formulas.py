@@ -20,6 +20,7 @@ class Settings(NamedTuple):
     activation: Activation = Activation("identity")
     eps: float = 0.0
     is_output: bool = False  # in the backward pass: values are z
+    overwrites: bool = False  # in the forward pass: z is written over x
 
 
 def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,30 +36,22 @@ def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variances.mean(0) + (means - mean).square().mean(0)
 
 
-def normalise(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> Tensor:
-    """z = phi(scale * (x - mean) + beta), where scale = gamma * invstd."""
+def normalise(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> Tensor | None:
+    """z = phi(scale * (x - mean) + beta), where scale = gamma * invstd; None if it is written over x."""
     mean, scale, beta = _per_channel(settings, mean, scale, beta)
-    return activate_(settings.activation, scale * (_wide(x) - mean) + beta).to(x.dtype)
+    z = activate_(settings.activation, scale * (_wide(x) - mean) + beta).to(x.dtype)
+    if not settings.overwrites:
+        return z
+    x.copy_(z)
+    return None
 
 
-def normalise_(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> None:
-    """`normalise`, with z written over x."""
-    x.copy_(normalise(settings, x, mean, scale, beta))
-
-
-def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z, mean, biased variance and invstd."""
+def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """z, or None if it is written over x; mean, biased variance and invstd."""
     mean, var = moments(settings, x)
     invstd = torch.rsqrt(var + settings.eps)
     centre, scale = materialised(mean, gamma * invstd)
     return normalise(settings, x, centre, scale, beta), mean, var, invstd
-
-
-def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-    """`forward`, with z written over x."""
-    z, mean, var, invstd = forward(settings, x, gamma, beta)
-    x.copy_(z)
-    return None, mean, var, invstd
 
 
 def x_hat_and_dy(
