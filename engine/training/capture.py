@@ -33,32 +33,20 @@ _ALIGNED = 128  # values: gradients begin where an allocator would put them, so 
 
 
 class FlatGradients:
-    """The gradients of a network, in one buffer per dtype that stays where it is: a graph adds to them.
+    """The gradients of a network, moved into one buffer per dtype that stays where it is: a graph adds to them.
 
-    Parameters that no backward pass reaches have no gradient, so optimisers leave them alone.
+    Parameters that no backward pass has reached have no gradient, so optimisers leave them alone.
     """
 
+    @torch.no_grad()
     def __init__(self, network: nn.Module):
         self.network = network
         self.parts: dict[nn.Parameter, Tensor] = {}  # of the buffers, by the parameter whose gradient they are
         self.buffers: list[Tensor] = []
-
-    def names_outside(self) -> list[str]:
-        """Names of parameters whose gradient lies outside the buffers."""
-        named = self.network.named_parameters()
-        return [name for name, parameter in named if parameter.grad is not self.parts.get(parameter)]
-
-    @torch.no_grad()
-    def move_into_buffers(self) -> None:
-        """Make buffers for the gradients that backward passes have made, and move them there."""
-        if not self.names_outside():
-            return
         gradients_by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor]] = {}
-        for parameter in self.network.parameters():
+        for parameter in network.parameters():
             if parameter.grad is not None:
                 gradients_by_dtype.setdefault(parameter.grad.dtype, {})[parameter] = parameter.grad
-        self.parts = {}
-        self.buffers = []
         for dtype, gradients in gradients_by_dtype.items():
             lengths = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in gradients]
             device = next(iter(gradients)).device
@@ -68,6 +56,11 @@ class FlatGradients:
                 self.parts[parameter] = part.as_strided(like.shape, like.stride()).copy_(gradient)
                 parameter.grad = self.parts[parameter]
             self.buffers.append(buffer)
+
+    def names_outside(self) -> list[str]:
+        """Names of parameters whose gradient lies outside the buffers."""
+        named = self.network.named_parameters()
+        return [name for name, parameter in named if parameter.grad is not self.parts.get(parameter)]
 
 
 class NotCaptured(ValueError):
@@ -81,7 +74,7 @@ class CapturedMicroBatches:
     measuring. Capturing runs nothing on the device, so it changes no statistics and draws no numbers there.
 
     Args:
-        network: its parameters get `gradients`.
+        network: its parameters get gradients, from `begin` on in `gradients`.
         repeats: what makes the backward pass run blocks again, which must then not draw random numbers; empty: nothing.
         requested: trainer.capture=true, so there are no eager steps instead.
         record: runs a function once; returns a function that runs it again on the same memory, and its result.
@@ -91,12 +84,10 @@ class CapturedMicroBatches:
         self.network = network
         self.repeats = repeats
         self.requested = requested
-        self.gradients = FlatGradients(network)
-        self.reached: list[nn.Parameter] = []  # by the backward pass of the last step
+        self.gradients: FlatGradients | None = None
         self.stream = torch.cuda.Stream() if record is None else None
         # Not a method: in a cycle, the graph would outlive us.
         self.record = record or partial(_cuda_graph, self.stream)
-        self.is_warm = False
         self.replay: Callable[[], None] | None = None
         self.problem: str | None = None  # found in a warm-up step
         self.numbers: dict[str, Any] | None = None  # `numbers_of` the network after the last micro-batch
@@ -106,8 +97,8 @@ class CapturedMicroBatches:
         self.loss: Tensor
 
     def begin(self) -> None:
-        """Capture the next micro-batch, and replay it from then on."""
-        self.is_warm = True
+        """Capture the next micro-batch, and replay it from then on. It adds to the gradients of the last step."""
+        self.gradients = self.gradients or FlatGradients(self.network)
 
     def release(self) -> None:
         """Free the graph's memory, which nothing else can use; the next micro-batch is captured again."""
@@ -115,40 +106,33 @@ class CapturedMicroBatches:
         self.images = self.labels = self.loss = torch.empty(0)
 
     def zero_gradients(self) -> None:
-        """Zero the gradients before a step, in the buffers that captures and averages over ranks move them into.
-
-        While there are no buffers, free them, as before eager steps: they take no memory in the forward pass. Note
-        which parameters the last step has `reached`.
-        """
-        if self.gradients.buffers:
-            for buffer in self.gradients.buffers:
-                buffer.zero_()
+        """Zero the gradients before a step; before an eager one free them: they take no memory in its forward pass."""
+        if self.gradients is None:
+            self.network.zero_grad()
             return
-        self.reached = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
-        for parameter in self.reached:
-            parameter.grad = None
+        for buffer in self.gradients.buffers:
+            buffer.zero_()
 
     def average_gradients(self, world: World) -> None:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
         if world.size == 1:
             return
-        if self.replay is None:
-            self.gradients.move_into_buffers()
-        for buffer in self.gradients.buffers:
-            world.sum_(buffer.div_(world.size))  # in DDP's order
+        gradients = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+        for tensor in gradients if self.gradients is None else self.gradients.buffers:
+            world.sum_(tensor.div_(world.size))  # in DDP's order
 
     def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, whose gradients were added to `gradients`; the next call overwrites it.
 
         NotCaptured: the micro-batch cannot be captured. ValueError: it has another size than the captured one.
         """
-        if not self.is_warm:
+        if self.gradients is None:
             with before_capture():
                 loss = self._run_eagerly(micro_batch, images, labels)
             self.problem = self.problem or self._compare_numbers(micro_batch)
             return loss
         if self.replay is None:
-            self._capture(micro_batch, images, labels)
+            self._capture(micro_batch, images, labels, self.gradients)
         if images.shape != self.images.shape:
             sizes = f"{tuple(images.shape)} and {tuple(self.images.shape)}"
             raise ValueError(f"images of shapes {sizes} cannot share a CUDA graph: {CAPTURE_ADVICE}")
@@ -177,7 +161,7 @@ class CapturedMicroBatches:
             )
         return loss
 
-    def _capture(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> None:
+    def _capture(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor, gradients: FlatGradients) -> None:
         """Capture a step's first micro-batch. If that fails, gradients are left, and no random number was drawn.
 
         Modules that count their calls in Python have then counted one more.
@@ -186,10 +170,6 @@ class CapturedMicroBatches:
         if self.problem is not None:
             raise NotCaptured(self.problem)
         try:
-            if not self.gradients.buffers:
-                for parameter in self.reached:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.gradients.move_into_buffers()
             self.images = images.clone()
             self.labels = labels.clone()
             with _without_random_numbers(self.network):
@@ -198,7 +178,7 @@ class CapturedMicroBatches:
             if not self.requested and is_out_of_memory(error):
                 raise NotCaptured(f"a CUDA graph needs more memory than there is ({_first_line(error)})") from None
             raise
-        names = self.gradients.names_outside()
+        names = gradients.names_outside()
         if names:
             raise NotCaptured(f"{names[0]} has a gradient in some steps only, and a CUDA graph in all")
         problem = self._compare_numbers(micro_batch)

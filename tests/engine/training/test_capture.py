@@ -499,8 +499,8 @@ def test_a_captured_training_is_freed_by_its_last_name_and_nothing_is_collected_
 
     monkeypatch.setattr(capture, "_cuda_graph", record)
     captured = CapturedMicroBatches(network, requested=False)
-    watched += map(weakref.ref, (network, captured, captured.gradients))
     captured.begin()
+    watched += map(weakref.ref, (network, captured, captured.gradients))
     gc.collect()
     gc.disable()
     try:
