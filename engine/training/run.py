@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from numbers import Real
 from typing import Any, Generic, TypeVar
 
@@ -73,11 +73,6 @@ class Run(Generic[Config, Split]):
     parts: dict[str, Any] = field(default_factory=dict)  # by name: what may keep a state, such as the loss
     loggers: dict[str, Any] = field(default_factory=dict)  # the run's own, by name
 
-    @cached_property
-    def plain_config(self) -> dict:
-        """The configuration for files. It does not change, and converting it takes 10 ms."""
-        return configuration.plain(self.config)
-
     @property
     def loss_name(self) -> str:
         """The loss, for messages."""
@@ -85,11 +80,12 @@ class Run(Generic[Config, Split]):
 
     def recorded_config(self) -> dict:
         """The configuration for checkpoints and results: `trainer.capture` as was decided, `data.root` a whole path."""
-        trainer = self.plain_config["trainer"] | {"capture": self.learner.captured is not None}
-        data = dict(self.plain_config["data"])
-        if data["root"] is not None:  # commands may be started in other folders
-            data["root"] = os.path.abspath(os.path.expanduser(data["root"]))
-        return self.plain_config | {"trainer": trainer, "data": data}
+        config = configuration.plain(self.config)
+        config["trainer"]["capture"] = self.learner.captured is not None
+        root = config["data"]["root"]
+        if root is not None:  # commands may be started in other folders
+            config["data"]["root"] = os.path.abspath(os.path.expanduser(root))
+        return config
 
     def start(self, eager_because: str = "") -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
@@ -137,7 +133,7 @@ class Run(Generic[Config, Split]):
         """Make the run's own loggers. ValueError, naming the logger: it fails."""
         for name, choice in self.config.logger.items():
             with plugins.errors_named(f"logger={name} cannot begin"), self._same_random_numbers():
-                config = copy.deepcopy(self.plain_config)
+                config = configuration.plain(self.config)
                 self.loggers[name] = builder("logger", choice)(self.directory.path, config=config)
 
     def _log_early_end(self) -> None:
