@@ -17,7 +17,7 @@ from rich.console import Console
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.contracts import parts_named
-from engine.assemble.tasks import TASKS
+from engine.assemble.tasks import TASKS, evaluated_split
 from engine.checkpoint.files import has_ended
 from engine.checkpoint.rank_states import ranks_of
 from engine.configuration import config as configuration
@@ -64,7 +64,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     task = TASKS[config.task]
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
-    dataset = task.dataset(config.data, split, state)
+    dataset = evaluated_split(config.data, split, state)
     if not (dataset.has_labels or options.predictions or options.overlays):
         raise ValueError(
             f"data.split={split}: {dataset.name} has no labels in this split, so there is nothing to score: choose one "

@@ -46,15 +46,6 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
     return replace(dataset, range16=config.range16)
 
 
-def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
-    """One split, minus the mean image in the checkpoint content `state` if the training subtracted one.
-
-    ValueError: see `classified_split`.
-    """
-    dataset = classified_split(config, split)
-    return dataset.minus(state["mean_image"].numpy()) if config.mean_image else dataset
-
-
 def classified_crops(
     config: TrainingRun, dataset: ClassificationDataset, total_steps: int, world: World, start_step: int = 0
 ) -> Loader:

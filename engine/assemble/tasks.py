@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
-from engine.assemble.classification import classified_split, cross_entropy, evaluated_split, evaluation_minibatches
+from engine.assemble.classification import classified_split, cross_entropy, evaluation_minibatches
 from engine.assemble.contracts import builder, imported
 from engine.assemble.data import at_once, evaluation_loader
 from engine.assemble.data import dataset as segmentation_dataset
@@ -42,6 +42,12 @@ def split_of(config: Data, split: str, key: str = "data.split", draw: bool = Fal
         return classified_split(config, split, key)
     assert isinstance(config, SegmentationData), config
     return segmentation_dataset(config, split, key, draw)
+
+
+def evaluated_split(config: Data, split: str, state: dict) -> Any:
+    """One split, minus the mean image in the checkpoint content `state`. ValueError: it cannot be opened."""
+    dataset: Any = split_of(config, split)
+    return dataset.minus(state["mean_image"].numpy()) if "mean_image" in state else dataset
 
 
 def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
@@ -178,7 +184,6 @@ def _add_auxiliary_head(
 class Task(NamedTuple):
     """A task."""
 
-    dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
     loss: Callable[..., Callable[[Any, Tensor], Tensor]]  # configuration, network -> loss of its outputs and labels
@@ -186,12 +191,11 @@ class Task(NamedTuple):
 
 TASKS = {
     SegmentationRun.task: Task(
-        lambda data, split, _: segmentation_dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
         lambda config, network: loss(config.loss.planned, network=network),
     ),
     ClassificationRun.task: Task(
-        evaluated_split, classify, lambda crops, _: torch.zeros(crops, dtype=torch.int64), lambda *_: cross_entropy
+        classify, lambda crops, _: torch.zeros(crops, dtype=torch.int64), lambda *_: cross_entropy
     ),
 }

@@ -149,7 +149,15 @@ class ClassificationRun(TrainingRun):
         """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""
         data = self.data
         if isinstance(options, Evaluation):
-            self._apply_evaluation(options)
+            if isinstance(options.batch_size, int):
+                self.trainer.evaluate_batch_size = options.batch_size
+            elif options.view == TEN_CROP:
+                self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
+            order = options.data.class_order
+            if order is not None and not isinstance(data, ClassFoldersData):
+                raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
+            if isinstance(data, ClassFoldersData):
+                data.class_order = order or data.class_order
         if isinstance(data, ImageNetData):
             data.apply_crop(options.crop, options.resize)
             return
@@ -160,15 +168,3 @@ class ClassificationRun(TrainingRun):
         ]
         if words:
             raise ValueError(f"{' '.join(words)}: {data.name} is evaluated on whole images; leave this out")
-
-    def _apply_evaluation(self, options: Evaluation) -> None:
-        """Override the keys that eval.py alone has. ValueError: the dataset has no class folders."""
-        if isinstance(options.batch_size, int):
-            self.trainer.evaluate_batch_size = options.batch_size
-        elif options.view == TEN_CROP:
-            self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
-        order = options.data.class_order
-        if order is not None:
-            if not isinstance(self.data, ClassFoldersData):
-                raise ValueError(f"data.class_order={order}: {self.data.name} has no class folders; leave this out")
-            self.data.class_order = order

@@ -310,11 +310,6 @@ class Head:
     called_with: ClassVar[tuple[str, ...]] = ("in_channels", "norm_act")
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images that it needs; why
 
-    def pool(self, size: list[int] | None) -> None:
-        """Take over eval.py's head.pooling_size. ValueError: this head has no such key."""
-        if size is not None:
-            raise ValueError(f"head.pooling_size={size}: head={self.name} has no pooling window; leave it out")
-
 
 @choice("head")
 class DeepLabV3Head(Head):
@@ -330,6 +325,3 @@ class DeepLabV3Head(Head):
         "the pooled branch of the head cannot normalise a single value per channel",
     )
     builds: ClassVar[str] = "models.heads.DeepLabV3"
-
-    def pool(self, size: list[int] | None) -> None:
-        self.pooling_size = size or self.pooling_size
