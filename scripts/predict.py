@@ -16,11 +16,12 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -94,26 +95,28 @@ def predict(options: Prediction) -> list[Path]:
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     findings = Findings()
-    writer: PictureWriter | TableWriter = TableWriter(network, options, page)
+    results = Results(network, options, page)
     if isinstance(network, Segmenter):
         write_classes(output / CLASSES, network)
-        writer = PictureWriter(network, options, page, findings)
+    layers = 2 + 2 * len(network.classes) * options.probabilities  # probabilities in float32 and float16
     since_s = 0.0
     with parts_named(config), progress_bar(console) as progress, WrittenBehind() as files:
         for name, file in tracked(progress, images.items(), "predicting"):
             shown_path = str(file.relative_to(source if source.is_dir() else source.parent))
-            pixels = findings.decode(file, shown_path, network)
-            if pixels is None:
+            try:
+                pixels = findings.decode(file, shown_path, network)
+                if findings.images < 3:  # the first may take longer than others
+                    since_s = time.perf_counter()
+                image = InputImage(name, shown_path, pixels, of_channels.picture(pixels, network.shown))
+                wait = start(network, image, options.probabilities)
+            except (ValueError, MemoryError) as error:
+                findings.put_aside(file, error)
                 continue
-            if findings.images < 3:  # the first may take longer than others
-                since_s = time.perf_counter()
-            picture = of_channels.picture(pixels, network.shown)
-            writer.start(files, InputImage(name, file, shown_path, pixels, picture))
+            make = partial(findings.unless_memory_runs_out, file, wait)
+            files.add(make, partial(results.write, image), layers * pixels.nbytes)
     if findings.images > 1:
         logger.info(speed_of(findings.images - 1, since_s))
-    written = writer.finish()
-    if options.report:
-        write_file(Path(options.report), "".join(page.html()))
+    written = results.finish(images)
     for doubt in findings.doubts(source, network.range16):
         logger.warning(doubt)
     bad = findings.unreadable
@@ -127,7 +130,6 @@ class InputImage(NamedTuple):
     """A decoded image."""
 
     name: str  # of its results, see `find_images`
-    file: Path
     shown_path: str  # in tables and on the page
     pixels: np.ndarray  # (H, W, C)
     picture: np.ndarray  # what a page or an overlay shows, uint8 (H, W, 3) RGB
@@ -142,17 +144,13 @@ class Findings:
     pages: dict[str, int] = field(default_factory=dict)  # of files of which only the first was read
     levels: list[Use] = field(default_factory=list)  # of 16-bit images, and some of 8 bits
 
-    def decode(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray | None:
-        """Decode an image. None, which is noted: it cannot be read, or its header says that it is too large."""
-        try:
-            stored = read(file, True)
-            if stored.is_png_or_jpeg:
-                stored.size()
-            image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
-            self.levels += filter(None, [use_of(stored, True, network.channels, network.range16)])
-        except (ValueError, MemoryError) as error:
-            self.put_aside(file, error)
-            return None
+    def decode(self, file: Path, shown_path: str, network: Segmenter | Classifier) -> np.ndarray:
+        """Decode an image. ValueError: it cannot be read, or its header says that it is too large."""
+        stored = read(file, True)
+        if stored.is_png_or_jpeg:
+            stored.size()
+        image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
+        self.levels += filter(None, [use_of(stored, True, network.channels, network.range16)])
         self.images += 1
         pages = of_channels.pages_if_one_is_read(stored, network.channels)
         if pages > 1:
@@ -164,100 +162,82 @@ class Findings:
         pages = notes_as_remarks({"pages": self.pages}) if self.pages else ()
         return [*pages, *doubts_of_levels(self.levels, range16, f"images in {source}", keys=None)]
 
+    def unless_memory_runs_out(self, file: Path, make: Callable[[], "Outcome"]) -> "Outcome | None":
+        """What `make` returns for an image. None, which is noted: there was not enough memory."""
+        try:
+            return make()
+        except MemoryError as error:
+            self.put_aside(file, error)
+            return None
+
     def put_aside(self, file: Path, error: Exception) -> None:
         text = str(error) if file.name in str(error) else f"{file}: {error}: cut it into tiles, or use smaller windows"
         self.unreadable.append(text)
 
 
-class Segmented(NamedTuple):
-    """An image's prediction, and the contents of its files, by kind."""
+class Outcome(NamedTuple):
+    """What was predicted of an image."""
 
-    shares: np.ndarray  # of each class
-    ids: np.ndarray  # train ids, uint8 (H, W)
-    contents: dict[str, bytes]
-
-
-class PictureWriter:
-    """Segments images and writes their pictures; adds them to the page if a report is asked for."""
-
-    def __init__(self, network: Segmenter, options: Prediction, page: Page, findings: "Findings"):
-        self.network = network
-        self.options = options
-        self.page = page
-        self.findings = findings
-        self.id_files: list[Path] = []
-
-    def start(self, files: WrittenBehind, image: InputImage) -> None:
-        """Start to segment an image. Its files are written behind; memory that runs out is noted."""
-        output = Path(self.options.output)
-        paths = {kind: output / kind / f"{image.name}.{SUFFIXES.get(kind, 'png')}" for kind in KINDS}
-        self.id_files.append(paths["ids"])
-        wait = self.network.start_prediction(image.pixels, self.options.probabilities)
-        layers = 2
-        if self.options.probabilities:
-            layers += 2 * len(self.network.classes)  # in float32 and float16
-        segment = partial(self._segmented_if_memory_lasts, image, wait)
-        files.add(segment, partial(self._write, image, paths), layers * image.pixels.nbytes)
-
-    def _segmented_if_memory_lasts(self, image: InputImage, wait: Callable[[], np.ndarray]) -> Segmented | None:
-        try:
-            return self._segmented(image, wait)
-        except MemoryError as error:
-            self.findings.put_aside(image.file, error)
-            return None
-
-    def _segmented(self, image: InputImage, wait: Callable[[], np.ndarray]) -> Segmented:
-        """Wait for an image's prediction and encode its files."""
-        prediction = wait()  # ids, or (K, H, W)
-        ids = self.network.classes_by(prediction) if self.options.probabilities else prediction
-        colours = self.network.palette[ids]
-        contents = {
-            "ids": png(self.network.label_ids[ids]),
-            "colour": png(colours),
-            "overlays": png(overlay(image.picture, colours)),
-        }
-        if self.options.probabilities:
-            contents["probabilities"] = npy(prediction.astype(np.float16))
-        shares = np.bincount(ids.reshape(-1), minlength=len(self.network.classes)) / ids.size
-        return Segmented(shares, ids, contents)
-
-    def _write(self, image: InputImage, paths: dict[str, Path], segmented: Segmented | None) -> None:
-        """Write an image's files and add it to the page; nothing for an image that was put aside."""
-        if segmented is None:
-            return
-        for kind, content in segmented.contents.items():
-            write_file(paths[kind], content)
-        if self.options.report:
-            self.page.add(image.shown_path, image.picture, segmented.shares, segmented.ids)
-
-    def finish(self) -> list[Path]:
-        """The files of ids, one for each image."""
-        return self.id_files
+    shares: np.ndarray  # of each class among the pixels; of a classifier, its probability
+    ids: np.ndarray | None = None  # train ids, uint8 (H, W)
+    contents: Mapping[str, bytes] = MappingProxyType({})  # of its files, by kind
 
 
-class TableWriter:
-    """Classifies images and collects the likeliest classes of each for a table; adds them to the page if asked for."""
+def start(network: Segmenter | Classifier, image: InputImage, probabilities: bool) -> Callable[[], Outcome]:
+    """Start to predict an image; the function that is returned waits for the prediction, and encodes its files."""
+    if isinstance(network, Segmenter):
+        return partial(segmented, network, image, network.start_prediction(image.pixels, probabilities))
+    wait = network.start_prediction(image.pixels)
+    return lambda: Outcome(wait())
+
+
+def segmented(network: Segmenter, image: InputImage, wait: Callable[[], np.ndarray]) -> Outcome:
+    """Wait for an image's prediction and encode its files."""
+    prediction = wait()  # ids (H, W), or probabilities (classes, H, W)
+    ids = prediction if prediction.ndim == 2 else network.classes_by(prediction)
+    colours = network.palette[ids]
+    contents = {
+        "ids": png(network.label_ids[ids]),
+        "colour": png(colours),
+        "overlays": png(overlay(image.picture, colours)),
+    }
+    if prediction.ndim == 3:
+        contents["probabilities"] = npy(prediction.astype(np.float16))
+    shares = np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size
+    return Outcome(shares, ids, contents)
+
+
+class Results:
+    """Writes what is predicted: pictures or a table, and a page if a report is asked for."""
 
     def __init__(self, network: Segmenter | Classifier, options: Prediction, page: Page):
         self.network = network
         self.options = options
+        self.output = Path(options.output)
         self.page = page
-        self.rows: list[list[str]] = []
+        self.rows: list[list[str]] = []  # of the table
 
-    def start(self, files: WrittenBehind, image: InputImage) -> None:
-        """Start to classify an image. Its row is added behind, in order."""
-        files.add(self.network.start_prediction(image.pixels), partial(self._add_row, image), image.pixels.nbytes)
-
-    def _add_row(self, image: InputImage, probabilities: np.ndarray) -> None:
-        self.rows.append([image.shown_path, *likeliest(probabilities, self.network.classes, self.options.top_k)])
+    def write(self, image: InputImage, outcome: Outcome | None) -> None:
+        """Write an image's files, or add its row to the table, and add it to the page; nothing if it was put aside."""
+        if outcome is None:
+            return
+        for kind, content in outcome.contents.items():
+            write_file(self.output / kind / f"{image.name}.{SUFFIXES.get(kind, 'png')}", content)
+        if isinstance(self.network, Classifier):
+            classes = likeliest(outcome.shares, self.network.classes, self.options.top_k)
+            self.rows.append([image.shown_path, *classes])
         if self.options.report:
-            self.page.add(image.shown_path, image.picture, probabilities)
+            self.page.add(image.shown_path, image.picture, outcome.shares, outcome.ids)
 
-    def finish(self) -> list[Path]:
-        """Write the table and return its path."""
-        path = Path(self.options.output) / TABLE
-        write_table(path, self.rows)
-        return [path]
+    def finish(self, names: Iterable[str]) -> list[Path]:
+        """Write the table and the page. Returns the file of ids of each name, or the table."""
+        files = [self.output / "ids" / f"{name}.png" for name in names]
+        if isinstance(self.network, Classifier):
+            files = [self.output / TABLE]
+            write_table(files[0], self.rows)
+        if self.options.report:
+            write_file(Path(self.options.report), "".join(self.page.html()))
+        return files
 
 
 def likeliest(probabilities: np.ndarray, classes: Sequence[str], count: int) -> list[str]:

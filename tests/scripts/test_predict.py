@@ -20,6 +20,7 @@ from datasets.reading import decode_image
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from engine.process.console import log_to, make_console
+from engine.segmentation import inference
 from scripts.predict import find_images, is_labelled, predict, result_names
 from tests import trees
 from tests.checkpoints import saved
@@ -397,7 +398,8 @@ def test_predictions_of_other_classes_are_not_written_over(trained, tmp_path):
 
 
 def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path, monkeypatch):
-    for name, side in (("a", 60), ("b", 90), ("c", 50)):
+    """Too large for a picture, by their headers, or for the network."""
+    for name, side in (("a", 60), ("b", 90), ("c", 50), ("d", 70)):
         trees.picture(tmp_path / "in" / f"{name}.png", (side, 72))
     monkeypatch.setattr("datasets.stored.MOST_PIXELS", 80 * 72)
     overlay = predict.__globals__["overlay"]
@@ -407,9 +409,17 @@ def test_images_that_are_too_large_are_put_aside_with_the_cure(trained, tmp_path
             raise MemoryError("out of memory")
         return overlay(image, colours)
 
+    def predicted_in_little_memory(forward, images, *views, **options):
+        if images.shape[2] == 70:
+            raise MemoryError("out of memory while an image of 70x72 pixels was evaluated")
+        return predicted(forward, images, *views, **options)
+
+    predicted = inference.predict
+    monkeypatch.setattr(inference, "predict", predicted_in_little_memory)
     monkeypatch.setitem(predict.__globals__, "overlay", short_of_memory)
-    with pytest.raises(ValueError, match="2 of 3 images were not predicted") as error:
+    with pytest.raises(ValueError, match="3 of 4 images were not predicted") as error:
         run(trained, tmp_path / "in", tmp_path / "out")
     assert "b.png: has more than 0 megapixels; expected fewer: cut large images" in str(error.value)
     assert "a.png: out of memory: cut it into tiles, or use smaller windows" in str(error.value)
+    assert "d.png: out of memory while an image of 70x72 pixels was evaluated: cut it into" in str(error.value)
     assert [file.name for file in (tmp_path / "out" / "ids").iterdir()] == ["c.png"]
