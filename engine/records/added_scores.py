@@ -1,7 +1,7 @@
 """The user's own scores of an evaluation, of either task."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,23 +50,20 @@ class AddedScores:
     def add(self, predictions: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch. On a GPU the host waits for it."""
         if self.scores_reading(PREDICTION):
-            self._give_to_scores(PREDICTION, (predictions.cpu().numpy(), labels.cpu().numpy()), names, _unwritable)
+            self._give_to_scores(PREDICTION, (predictions.cpu().numpy(), labels.cpu().numpy()), names)
 
     def add_probabilities(self, probabilities: Tensor, labels: Tensor, names: Sequence[str] = ()) -> None:
         """Count a minibatch, or some rows of it: probabilities (N, classes, …), labels (N, …)."""
-        self._give_to_scores(PROBABILITIES, (probabilities, labels), names, Tensor.clone)
+        self._give_to_scores(PROBABILITIES, (probabilities, labels), names)
 
-    def _give_to_scores(self, source: str, columns: tuple, names: Sequence[str], copied: Callable[[Any], Any]) -> None:
+    def _give_to_scores(self, source: str, columns: tuple, names: Sequence[str]) -> None:
         """Give each image of a minibatch to the scores that read a source, each its own copy."""
         image_names = names or ["" for _ in columns[0]]
         for *arrays, image_name in zip(*columns, image_names, strict=True):
             for name, score in self.scores_reading(source).items():
                 with errors_named(f"scores={name}"):
-                    copies = map(copied, arrays)
-                    if getattr(score, "takes_name", False):
-                        score.add(*copies, image_name)
-                    else:
-                        score.add(*copies)
+                    copies = [array.clone() if isinstance(array, Tensor) else array.copy() for array in arrays]
+                    score.add(*copies, *([image_name] if getattr(score, "takes_name", False) else []))
 
     @contextmanager
     def undone_after_errors(self) -> Iterator[None]:
@@ -102,13 +99,6 @@ class AddedScores:
             added |= values
         curves = evaluated.curves | {f"val/{name}": value for name, value in added.items()}
         return replace(evaluated, scores=evaluated.scores | added, curves=curves, added=added)
-
-
-def _unwritable(pixels: np.ndarray) -> np.ndarray:
-    """A copy, which a score can change only by going round NumPy, and then for itself alone."""
-    pixels = np.array(pixels)
-    pixels.setflags(write=False)
-    return pixels if pixels.ndim else pixels[()]
 
 
 NOTHING_ADDED = AddedScores({})
