@@ -270,10 +270,9 @@ def find_images(source: Path, output: Path, channels: int = COLOURS, labels: Lab
     """
     if source.is_file():
         return {short_name(source.stem): source}
-    if source.exists() and not source.is_dir():
-        raise ValueError(f"input={source} {why_unfit(source)}")
     if not source.is_dir():
-        raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
+        problem = "does not exist: expected an image file, or a folder of such files"
+        raise ValueError(f"input={source} {why_unfit(source) or problem}")
     images, skipped_files = images_in(source, output, channels, labels)
     for why, paths in skipped_files.items():
         names = [str(path.relative_to(source)) for path in sorted(paths)]
