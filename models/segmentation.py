@@ -1,7 +1,6 @@
 """A segmentation network: body, head and a classifier per feature cell."""
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,55 +160,51 @@ class SegmentationNetwork(nn.Module):
                 stretched to the image.
             cells: in eval mode too, the logits of the cells, at least in float32.
         """
-        stride = None if upsampling == STRETCHED else self.stride
-        grid = None if stride is None else self.grid
         size = images.shape[2:]
-        auxiliaries = self.auxiliaries if self.training else []
-        auxiliary_outputs: tuple[Output, ...] = ()
-        if not auxiliaries and not hasattr(self.head, "reads"):
-            features = self.body(_padded(images, grid))
-            _check_returned(self.body, features, getattr(self.body, "out_channels", None))
-            logits = self._classified(self.head(features))
-        else:
-            logits, auxiliary_outputs = self._logits_of_several(_padded(images, grid), auxiliaries)
-        if stride is not None:
-            logits = self._cut(logits, size, stride, self.head)
+        is_exact = upsampling != STRETCHED
+        modules = [self.head, *(self.auxiliaries if self.training else ())]
+        outputs = self._outputs(_padded(images, self.grid) if is_exact else images, modules)
+        if is_exact:
+            outputs = [self._cut(output, size, module) for output, module in zip(outputs, modules, strict=True)]
+        main, *auxiliary = outputs
         if self.training:
-            auxiliary_outputs = tuple(
-                output._replace(logits=self._cut(output.logits, size, output.stride, module))
-                for output, module in zip(auxiliary_outputs, auxiliaries, strict=True)
-            )
-            return Outputs(Output(logits, self.stride), auxiliary_outputs)
+            return Outputs(main, tuple(auxiliary))
+        logits = main.logits
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
-        return logits if cells else upsampled(logits, size, stride)
+        return logits if cells else upsampled(logits, size, main.stride if is_exact else None)
 
-    def _logits_of_several(self, images: Tensor, auxiliaries: Sequence[Any]) -> tuple[Tensor, tuple[Output, ...]]:
-        """The logits of a head that reads several features or has `auxiliaries`; and the outputs of these."""
-        features_by_module: list[list[Feature]] = [self._read_by(module) for module in (self.head, *auxiliaries)]
-        names = [feature.name for features in features_by_module for feature in features]
+    def _outputs(self, images: Tensor, modules: Sequence[Any]) -> list[Output]:
+        """The outputs of the head and its auxiliaries, `modules`, before they are cut."""
+        features_by_module = [self._read_by(module) for module in modules]
+        names = list(dict.fromkeys(feature.name for features in features_by_module for feature in features))
         (last_feature,) = features_read(self.body, (-1,), "")
-        if {*names} == {last_feature.name}:
-            maps: Iterator[Tensor] = repeat(self.body(images))
+        if names == [last_feature.name]:
+            last_map = self.body(images)
+            _check_returned(self.body, last_map, getattr(self.body, "out_channels", None))
+            maps_by_name = {last_feature.name: last_map}
         else:
-            maps = iter(self.body(images, names))
-        head_maps, *auxiliary_maps = [[next(maps) for _ in features] for features in features_by_module]
-        logits = self._classified(self.head(head_maps if hasattr(self.head, "reads") else head_maps[0]))
+            maps_by_name = dict(zip(names, self.body(images, names), strict=True))
         outputs = []
-        strides = (features[0].stride for features in features_by_module[1:])
-        for module, maps_read, stride in zip(auxiliaries, auxiliary_maps, strides, strict=True):
-            outputs.append(Output(module(maps_read), stride, module.loss_weight))
-        return logits, tuple(outputs)
+        for module, features in zip(modules, features_by_module, strict=True):
+            maps = [maps_by_name[feature.name] for feature in features]
+            if module is self.head:
+                result = module(maps if hasattr(module, "reads") else maps[0])
+                outputs.append(Output(self._classified(result), self.stride))
+            else:
+                outputs.append(Output(module(maps), features[0].stride, module.loss_weight))
+        return outputs
 
     def _classified(self, features: Tensor) -> Tensor:
         """The logits of the head's result. ValueError: it is no (N, out_channels of the head, h, w)."""
         _check_returned(self.head, features, self.cls.in_channels)
         return self.cls(features)
 
-    def _cut(self, logits: Tensor, size: Sequence[int], stride: int, module: nn.Module) -> Tensor:
-        """Logits of padded images, cut to the cells of images of `size`. ValueError: they have other cells."""
+    def _cut(self, output: Output, size: Sequence[int], module: nn.Module) -> Output:
+        """A module's logits of padded images, cut to the cells of images of `size`. ValueError: they have others."""
+        logits, stride, _ = output
         if stride == self.grid:  # nothing to cut
-            return logits
+            return output
         padded_cells = tuple(rounded_up(side, self.grid) // stride for side in size)
         if not torch.compiler.is_compiling() and tuple(logits.shape[2:]) != padded_cells:
             raise ValueError(
@@ -219,8 +214,8 @@ class SegmentationNetwork(nn.Module):
             )
         height, width = (rounded_up(side, stride) // stride for side in size)
         if padded_cells == (height, width) and not torch.compiler.is_exporting():  # a program is for all sizes
-            return logits
-        return logits[..., :height, :width]
+            return output
+        return output._replace(logits=logits[..., :height, :width])
 
 
 def _check_returned(module: nn.Module, features: Any, channels: int | None) -> None:
@@ -278,14 +273,12 @@ def rounded_up(side: int, stride: int) -> int:
     return (side + stride - 1) // stride * stride
 
 
-def _padded(images: Tensor, stride: int | None) -> Tensor:
-    """Images (N, C, H, W) up to multiples of `stride` pixels: their last rows and columns are repeated. None: as is.
+def _padded(images: Tensor, stride: int) -> Tensor:
+    """Images (N, C, H, W) up to multiples of `stride` pixels: their last rows and columns are repeated.
 
     Zeros score the same within the noise of a training (docs/results/camvid.md, "Images of any size"). Without padding,
     networks that pad like TensorFlow shift: their padding depends on the size.
     """
-    if stride is None:
-        return images
     height, width = images.shape[2:]
     below, right = -height % stride, -width % stride
     if torch.compiler.is_exporting():  # a program for all sizes cannot ask whether there is a remainder
