@@ -276,7 +276,7 @@ def _dilate(parts: Mapping[str, nn.Module], x: Tensor, output_stride: int, netwo
     x: an example, (1, C, SIDE, SIDE). ValueError: see `LibraryBody`.
     """
     dilation = 1
-    undilated_kind = ""  # the type of the first part that strides and cannot be dilated
+    undilated_kinds = []  # the types of the parts that stride and cannot be dilated
     names = list(parts)
     ends: list[FeatureEnd] = []
     try:
@@ -288,14 +288,14 @@ def _dilate(parts: Mapping[str, nn.Module], x: Tensor, output_stride: int, netwo
                 ends.append(_feature_end(x, names, part_count, ends))
             stride = _cells(x) // _cells(y) if _is_too_coarse(y, output_stride) else 1
             if dilation * stride > 1:
-                dilated_y = _output_if_dilated(part, x, dilation, stride)
-                if dilated_y is not None:
-                    y = dilated_y
+                _dilate_part(part, x, dilation, stride)
+                try:
+                    y = part(x)
                     dilation *= stride
-                elif not undilated_kind:
-                    undilated_kind = type(part).__name__
-            if _is_too_coarse(y, output_stride) and not undilated_kind:
-                undilated_kind = type(part).__name__
+                except RuntimeError:  # its shortcut pools and still strides
+                    undilated_kinds.append(type(part).__name__)
+            if _is_too_coarse(y, output_stride):
+                undilated_kinds.append(type(part).__name__)
             x = y
         ends.append(_feature_end(x, names, len(names), ends))
     except Exception as error:  # a module may raise anything
@@ -305,8 +305,8 @@ def _dilate(parts: Mapping[str, nn.Module], x: Tensor, output_stride: int, netwo
         ) from error
     if SIDE % _cells(x):
         raise ValueError(f"{network} has {_cells(x)} cells for {SIDE} pixels: expected a network that halves exactly")
-    if undilated_kind:
-        raise ValueError(_why_not_dilated(network, undilated_kind, output_stride, ends))
+    if undilated_kinds:
+        raise ValueError(_why_not_dilated(network, undilated_kinds[0], output_stride, ends))
     return ends
 
 
@@ -344,15 +344,6 @@ def _feature_end(x: Tensor, names: Sequence[str], part_count: int, earlier_ends:
 def _is_too_coarse(y: Tensor, output_stride: int) -> bool:
     """Whether features of the example have a larger stride than the body is to have."""
     return SIDE > output_stride * _cells(y)
-
-
-def _output_if_dilated(part: nn.Module, x: Tensor, dilation: int, stride: int) -> Tensor | None:
-    """Dilate a part and run it on `x`. None if its shortcut pools and still strides: the network is then refused."""
-    _dilate_part(part, x, dilation, stride)
-    try:
-        return part(x)
-    except RuntimeError:
-        return None
 
 
 def _dilate_part(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
@@ -416,26 +407,23 @@ def _exchange_norms(
     if type(template) not in (ABN, InPlaceABN):
         kind = type(template).__name__
         raise ValueError(f"norm_act made a {kind}: a network of another library needs ABN or InPlaceABN")
-    kept_options = {*_KEPT_NORM_OPTIONS, *(["momentum"] if own_momentum else [])}
-
-    def options(cls: type[nn.Module]) -> dict[str, Any]:
-        return {name: getattr(template, name) for name in inspect.signature(cls).parameters if name not in kept_options}
-
+    options = inspect.signature(type(template)).parameters.keys() - {*_KEPT_NORM_OPTIONS}
+    if own_momentum:
+        options.remove("momentum")
     remarks = _put_norms_in_place(body, network, instead) if isinstance(template, InPlaceABN) else ()
     for parent in list(body.modules()):
         for name, norm in parent.named_children():
             act = timm_activation(norm)
-            if type(norm) is InPlaceABN:
-                new_norm: ABN = layer_like(norm, InPlaceABN, **options(InPlaceABN))
-            elif type(norm) is nn.BatchNorm2d or act is not None:
-                new_norm = layer_like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
+            if type(norm) is nn.BatchNorm2d or act is not None:
+                norm = layer_like(norm, _WithActivation if act else ABN, activation="identity")
                 if act is not None:
-                    new_norm.act = act
-            else:
-                continue
-            if not new_norm.learn_scale:
-                new_norm.weight = None
-            setattr(parent, name, new_norm)
+                    norm.act = act
+                setattr(parent, name, norm)
+            if isinstance(norm, ABN):
+                for option in options & vars(norm).keys():
+                    setattr(norm, option, getattr(template, option))
+                if not norm.learn_scale:
+                    norm.weight = None
     return remarks
 
 
