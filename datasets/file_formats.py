@@ -1,14 +1,9 @@
-"""The structure of PNG, JPEG and TIFF files. Functions take the bytes of a file and decode no pixels."""
+"""The structure of PNG and JPEG files. Functions take the bytes of a file and decode no pixels."""
 
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from io import BytesIO
-from itertools import zip_longest
-from typing import Any
-
-from PIL import TiffImagePlugin
+from collections.abc import Iterator
 
 # Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
 PILLOW_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
@@ -17,12 +12,6 @@ JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE, GRAY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6  # PNG colour types
 _PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 PNG_PIXELS, PNG_ANIMATION = (_PIXELS, b"fdAT"), (b"acTL", b"fcTL", b"fdAT")  # kinds of chunks
-# Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 2: RGB; 3: palette; 5: CMYK; 6: YCbCr. A
-# subfile of 1 is a reduced copy, of 4 a mask.
-WIDTH, HEIGHT, BITS, COMPRESSION, INTERPRETATION, CHANNELS, PLANES = 256, 257, 258, 259, 262, 277, 284
-PREDICTOR, TILE_WIDTH, TILE_STARTS = 317, 322, 324
-KIND, _SUBFILE = 339, 254
-_STRIPS_AND_TILES = (273, 279), (324, 325)  # where they begin, and their bytes
 _HEADER = struct.Struct(">IIBBBBB")  # width, height, depth, colour type, compression, filter, interlacing
 CHANNELS_OF_PNG = {GRAY: 1, COLOUR: 3, PALETTE: 1, GRAY_ALPHA: 2, COLOUR_ALPHA: 4}
 # First column, first row, and the steps to the next ones, of the parts in which a PNG stores its pixels; interlaced: 7.
@@ -35,8 +24,6 @@ _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
 _JPEG_MARGIN = 16  # rows of the largest JPEG block: a row may be interpolated with rows below it
-
-Tags = Mapping[int, Any]  # of a TIFF's page
 
 
 def png_chunks(data: bytes) -> Iterator[memoryview]:
@@ -127,44 +114,3 @@ def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
         return None
     height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
     return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]
-
-
-def tiff_pages(data: bytes) -> list[Tags]:
-    """The tags of a TIFF's pages of the first one's size, without reduced copies and masks. Raises as Pillow does."""
-    header = data[: 16 if data[2:4] in (b"+\0", b"\0+") else 8]
-    pages = list[Tags]()
-    seen_places = set[int]()
-    place = TiffImagePlugin.ImageFileDirectory_v2(header).next
-    while place and place not in seen_places:
-        seen_places.add(place)
-        tags = TiffImagePlugin.ImageFileDirectory_v2(header)
-        content = BytesIO(data)
-        content.seek(place)
-        tags.load(content)
-        pages.append({**tags})
-        place = tags.next
-    size = pages[0][WIDTH], pages[0][HEIGHT]
-    return [tags for tags in pages if (tags[WIDTH], tags[HEIGHT]) == size and not tags.get(_SUBFILE, 0) & 5]
-
-
-def channels_of(tags: Tags) -> int:
-    """The number of channels of a TIFF's page."""
-    return int(tags.get(CHANNELS, 1))
-
-
-def check_pixels(tags: Tags, size: int) -> None:
-    """ValueError unless all strips or tiles of a TIFF's page lie in its file, which has `size` bytes.
-
-    GDAL leaves out empty ones, and Pillow would read the file's beginning in their place.
-    """
-    for start_tag, length_tag in _STRIPS_AND_TILES:
-        starts, lengths = tags.get(start_tag, ()), tags.get(length_tag, ())
-        for start, length in zip_longest(starts, lengths, fillvalue=0):
-            if not start or start + length > size:
-                raise ValueError(f"a strip or tile of {length} bytes begins at {start}, and the file has {size}")
-
-
-def tiff_type(tags: Tags) -> str:
-    """The type of a TIFF page's values, such as "float32"."""
-    kinds = {1: "uint", 2: "int", 3: "float"}
-    return f"{kinds.get(tags.get(KIND, (1,))[0], 'another kind of ')}{tags.get(BITS, (1,))[0]}"

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.channels import stored_values
-from datasets.reading import ALL_16, Range16, levels_of, pairs_of
+from datasets.reading import ALL_16, Range16, levels_of, pairs_of, stored_values
 from datasets.segmentation import SegmentationDataset
 from datasets.stored import COLOURS, Stored
 from datasets.workers import Progress

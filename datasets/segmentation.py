@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from datasets import channels as of_channels
 from datasets.class_table import ClassTable, UnknownIds, check_form, check_train_ids
 from datasets.file_list import FileList, file_list_of, readable
-from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_label
+from datasets.reading import ALL_16, EVERYTHING, Range16, Window, decode_image, decode_label, image_size
 from datasets.stored import COLOURS, SWAPS_SIDES, Stored, Unreadable, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
@@ -198,7 +197,7 @@ class SegmentationDataset(Dataset):
 
     @restorable()
     def _decode_image(self, file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
-        return of_channels.decode(file, window, self.turned, self.range16, self.channels)
+        return decode_image(file, window, self.turned, self.range16, self.channels)
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, channels), of three RGB.
@@ -303,7 +302,7 @@ def _undecoded(
     if not file.has_windows:
         pixels = decode(EVERYTHING)
         return Undecoded((pixels.shape[0], pixels.shape[1]), pixels.__getitem__)
-    return Undecoded(of_channels.size(file, turned, channels)[::-1], decode)
+    return Undecoded(image_size(file, turned, channels)[::-1], decode)
 
 
 def join_splits(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
@@ -325,3 +324,18 @@ def join_splits(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
     files = [entry for part in parts for entry in part.files]
     remarks = tuple(dict.fromkeys(sentence for part in parts for sentence in part.remarks))
     return replace(first, split="+".join(part.split for part in parts), files=files, remarks=remarks)
+
+
+def visible(channels: int, shown: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The places of the channels that a picture shows as red, green and blue.
+
+    `shown`: one or three of them, counted from 1; None: the first three, of one or two the first.
+    """
+    chosen = [number - 1 for number in shown or ()] or [*range(COLOURS if channels >= COLOURS else 1)]
+    return (*chosen,) if len(chosen) == COLOURS else (chosen[0],) * COLOURS
+
+
+def picture(image: np.ndarray, shown: Sequence[int] | None = None) -> np.ndarray:
+    """What a picture shows of an image, uint8 (H, W, C) -> uint8 (H, W, 3) RGB. `shown`: see `visible`."""
+    places = visible(image.shape[2], shown)
+    return image if places == (*range(image.shape[2]),) else np.ascontiguousarray(image[..., places])

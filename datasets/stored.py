@@ -1,4 +1,4 @@
-"""What an image file is: its format, size, channels, pages and orientation. No pixels are decoded."""
+"""What an image file is: its format, size, channels, pages and orientation. Only an array's pixels are read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +12,11 @@ import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
+from datasets import tiff
 from datasets.file_list import readable, why_unfit
 
 MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
-COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `datasets.channels`
+COLOURS, MOST_CHANNELS = 3, 64  # channels of an RGB image; of an image, see `decode_image`
 ARRAY_SUFFIX = ".npy"  # of images that are arrays
 EXPECTED_TIFF = (
     "a TIFF of unsigned integers of 8 or 16 bits, its channels interleaved or each a page, without JPEG inside"
@@ -96,10 +97,10 @@ class Stored:
         return orientation if orientation in range(1, 9) else 1
 
     @cached_property
-    def tiff_pages(self) -> list[formats.Tags]:
-        """The tags of a TIFF's pages, see `tiff_pages`."""
+    def tiff_pages(self) -> list[tiff.Tags]:
+        """The tags of a TIFF's pages, see `tiff.pages_of`."""
         with decoding(self.path, f"an image; expected {EXPECTED_TIFF}"):
-            return formats.tiff_pages(self.data)
+            return tiff.pages_of(self.data)
 
     @property
     def page_count(self) -> int:
@@ -111,11 +112,15 @@ class Stored:
                 return getattr(Image.open(BytesIO(self.data), formats=formats.PILLOW_FORMATS), "n_frames", 1)
         return 1
 
+    def pages_if_one_is_read(self, channels: int) -> int:
+        """Number of pages if the first alone is read as an image of so many channels. 1 if all are read."""
+        return 1 if channels != COLOURS and self.format == "TIFF" else self.page_count
+
     @cached_property
     def array_header(self) -> ArrayHeader:
         """The header of an array. ValueError: the file holds no image, or ends early."""
         header = None
-        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self.open_array() as stream:
+        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self._open_array() as stream:
             version = np.lib.format.read_magic(stream)
             read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, by_columns, dtype = read_header[version](stream)
@@ -130,7 +135,22 @@ class Stored:
             raise ValueError(f"{self.path}: is an array {shape} of {dtype}; expected {EXPECTED_ARRAY}.")
         return header
 
-    def open_array(self) -> BinaryIO:
+    def array_pixels(self, rows: slice, columns: slice) -> np.ndarray:
+        """The pixels of an array in a window, uint8 or uint16 (H, W, channels).
+
+        Only the rows of the window are read, unless the array is in the order of columns. They are not mapped: a file
+        that becomes shorter meanwhile would end the process. ValueError: it holds something else, or ends early.
+        """
+        (height, width, channels), dtype, by_columns, start = self.array_header
+        first, last = (0, height) if by_columns else rows.indices(height)[:2]
+        row_bytes = width * channels * dtype.itemsize
+        with decoding(self.path, f"an image; expected {EXPECTED_ARRAY}"), self._open_array() as stream:
+            stream.seek(start + first * row_bytes)
+            pixels = np.frombuffer(stream.read((last - first) * row_bytes), dtype)  # too few do not have this shape
+            pixels = pixels.reshape((last - first, width, channels), order="F" if by_columns else "C")
+            return pixels[rows if by_columns else slice(None), columns].astype(dtype.newbyteorder("="), order="C")
+
+    def _open_array(self) -> BinaryIO:
         """The stream of an array's bytes, at its beginning."""
         assert self.array_path is not None, self.path
         return open(self.array_path, "rb")
@@ -144,8 +164,8 @@ class Stored:
             colour_type = self.png_kind[1]
             count = None if colour_type == formats.PALETTE else formats.CHANNELS_OF_PNG.get(colour_type)
         elif self.format == "TIFF":
-            has_palette = formats.PALETTE in [tags.get(formats.INTERPRETATION) for tags in self.tiff_pages]
-            count = None if has_palette else sum(map(formats.channels_of, self.tiff_pages))
+            has_palette = tiff.PALETTE in [tags.get(tiff.INTERPRETATION) for tags in self.tiff_pages]
+            count = None if has_palette else sum(map(tiff.channels_of, self.tiff_pages))
         else:
             with decoding(self.path, f"an image; expected {', '.join(formats.PILLOW_FORMATS)}"):
                 bands = Image.open(BytesIO(self.data), formats=formats.PILLOW_FORMATS).getbands()
@@ -176,7 +196,7 @@ class Stored:
                 )
         elif self.format == "TIFF" and len(self.tiff_pages) > 1:
             page_count = len(self.tiff_pages)
-            height, width = (self.tiff_pages[0][tag] for tag in (formats.HEIGHT, formats.WIDTH))
+            height, width = (self.tiff_pages[0][tag] for tag in (tiff.HEIGHT, tiff.WIDTH))
             if width == channels or width < min(height, page_count):
                 return (
                     f"it has {page_count} pages of {height}x{width}, so the rows of an array (H, W, channels) became "

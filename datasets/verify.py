@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets import channels as of_channels
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
-from datasets.reading import label_palette
+from datasets.reading import decode_image, further_channels, image_size, label_palette
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.stored import COLOURS, SWAPS_SIDES, Stored, read
 from datasets.workers import Progress, map_in_order
@@ -323,7 +322,7 @@ def _note_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _S
     channels = dataset.channels
     content = seen.path.read_bytes() if file.format == "array" else file.data  # of an array, perhaps the beginning
     seen.digest = digest(content)
-    page_count = of_channels.pages_if_one_is_read(file, channels)
+    page_count = file.pages_if_one_is_read(channels)
     if page_count > 1:
         seen.notes["pages"] = page_count
     decodes_all_pixels = decode or isinstance(dataset, ClassificationDataset)
@@ -333,7 +332,7 @@ def _note_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _S
         return
     seen.used = use_of(file, dataset.turned, channels, dataset.range16, is_level_sample)
     if dataset.channels_key is not None and channels == COLOURS and page_count == 1:
-        channel_count = of_channels.further_channels(file)
+        channel_count = further_channels(file)
         if channel_count:
             seen.notes["channels"] = channel_count
 
@@ -373,6 +372,6 @@ def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
 def _image_size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
     """(width, height) of an image. `decode`: decode all its pixels, not only its header."""
     if decode or (channels == 1 and file.channels == COLOURS):  # three channels read as one have to be equal
-        height, width, _ = of_channels.decode(file, turned=turned, channels=channels).shape
+        height, width, _ = decode_image(file, turned=turned, channels=channels).shape
         return width, height
-    return of_channels.size(file, turned, channels)
+    return image_size(file, turned, channels)

@@ -23,9 +23,9 @@ from omegaconf import MISSING
 from rich.console import Console
 
 from datasets import ClassificationDataset, SegmentationDataset, minibatches_per_epoch, reading_errors
-from datasets.channels import picture
 from datasets.file_list import printable
 from datasets.levels import mean_and_deviation
+from datasets.segmentation import picture
 from engine import assemble
 from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console

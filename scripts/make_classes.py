@@ -34,7 +34,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from datasets import channels as of_channels
 from datasets import reading_errors
 from datasets.class_list import CLASSES, TRAINED, lookalikes
 from datasets.class_table import Palettes, ranges_text
@@ -43,7 +42,7 @@ from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, pa
 from datasets.label_names import LabelNames
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
-from datasets.reading import decode_mask, label_palette
+from datasets.reading import decode_mask, image_size, label_palette
 from datasets.segmentation import restorable
 from datasets.splitting import divide_images, parts_of, source_prefixes, sources_of, unlisted_names
 from datasets.stored import read
@@ -484,7 +483,7 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
             stored = read(image, True)
-            other_size = size_beside(path, raw.shape[::-1], of_channels.size(stored, True, channels))
+            other_size = size_beside(path, raw.shape[::-1], image_size(stored, True, channels))
             levels_use = use_of(stored, turned=True, channels=channels, shallow=shallow)
     return Contents(kind, pixels, colours, other_size, levels_use)
 

@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets import channels as of_channels
 from datasets.file_list import files_in, why_unfit
 from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import first_of, read_json
 from datasets.levels import Use, doubts_of_levels, use_of
-from datasets.reading import Range16
+from datasets.reading import Range16, decode_image
+from datasets.segmentation import picture
 from datasets.stored import ARRAY_SUFFIX, COLOURS, read
 from datasets.verify import notes_as_remarks
 from engine import assemble
@@ -107,7 +107,7 @@ def predict(options: Prediction) -> list[Path]:
                 pixels = findings.decode(file, shown_path, network)
                 if findings.images < 3:  # the first may take longer than others
                     since_s = time.perf_counter()
-                image = InputImage(name, shown_path, pixels, of_channels.picture(pixels, network.shown))
+                image = InputImage(name, shown_path, pixels, picture(pixels, network.shown))
                 wait = start(network, image, options.probabilities)
             except (ValueError, MemoryError) as error:
                 findings.put_aside(file, error)
@@ -149,10 +149,10 @@ class Findings:
         stored = read(file, True)
         if stored.is_png_or_jpeg:
             stored.size()
-        image = of_channels.decode(stored, turned=True, range16=network.range16, channels=network.channels)
+        image = decode_image(stored, turned=True, range16=network.range16, channels=network.channels)
         self.levels += filter(None, [use_of(stored, True, network.channels, network.range16)])
         self.images += 1
-        pages = of_channels.pages_if_one_is_read(stored, network.channels)
+        pages = stored.pages_if_one_is_read(network.channels)
         if pages > 1:
             self.pages[shown_path] = pages
         return image

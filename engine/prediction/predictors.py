@@ -10,8 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from datasets import channels as of_channels
-from datasets.reading import ALL_16, Range16
+from datasets.reading import ALL_16, Range16, decode_image
 from datasets.stored import COLOURS
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
@@ -243,7 +242,7 @@ def pixels_of(image: Picture, range16: Range16 = ALL_16, channels: int = COLOURS
     """
     is_colour = channels == COLOURS
     if isinstance(image, (str, Path)):
-        return of_channels.decode(Path(image), turned=True, range16=range16, channels=channels)
+        return decode_image(Path(image), turned=True, range16=range16, channels=channels)
     if isinstance(image, Image.Image) and is_colour and not image.mode.startswith(("I", "F")):
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     if isinstance(image, np.ndarray):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from datasets import IGNORED, ClassificationDataset, SegmentationDataset
-from datasets.channels import visible
+from datasets.segmentation import visible
 from engine.process.output_files import check_outside, claim_folder, png
 from engine.process.transfers import HostCopy
 

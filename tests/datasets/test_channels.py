@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from datasets import TrainingCrops, TrainingTransform
-from datasets.channels import decode, further_channels, picture, size
 from datasets.folder import folder
 from datasets.levels import mean_and_deviation, use_of
-from datasets.reading import EVERYTHING, decode_image, decode_mask, levels_of
+from datasets.reading import EVERYTHING, decode_image, decode_mask, further_channels, image_size, levels_of
+from datasets.segmentation import picture
 from datasets.stored import read as read_file
 from datasets.verify import inspect, verify
 from tests import trees
@@ -74,11 +74,11 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
         if dtype == np.uint16:
             pairs = ranges if len(range16) > 2 else channels * [range16]
             expected = np.stack([levels_of(*pair)[stored[..., place]] for place, pair in enumerate(pairs)], axis=2)
-        read = partial(decode, path, turned=True, range16=range16, channels=channels)
+        read = partial(decode_image, path, turned=True, range16=range16, channels=channels)
         assert np.array_equal(read(), expected) and np.array_equal(read(WINDOW), expected[WINDOW])
         assert read(WINDOW).flags.c_contiguous
     file = read_file(path, True)
-    assert size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
+    assert image_size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
     assert (use_of(file, True, channels) is None) == (dtype == np.uint8)
 
 
@@ -106,20 +106,20 @@ def test_compressed_tiffs_have_the_same_channels(predictor, tile, order, tmp_pat
         stored = values(5, dtype)
         (tmp_path / "x.tif").write_bytes(compressed(stored, order, predictor, tile))
         expected = stored if dtype == np.uint8 else (stored >> 8).astype(np.uint8)
-        assert np.array_equal(decode(tmp_path / "x.tif", turned=True, channels=5), expected)
+        assert np.array_equal(decode_image(tmp_path / "x.tif", turned=True, channels=5), expected)
 
 
 def test_cmyk_is_read_as_stored_and_gray_with_white_as_0_is_turned(tmp_path):
     stored = values(4)
     (tmp_path / "cmyk.tif").write_bytes(tiff(stored, interpretation=5))
-    assert np.array_equal(decode(tmp_path / "cmyk.tif", channels=4), stored)
+    assert np.array_equal(decode_image(tmp_path / "cmyk.tif", channels=4), stored)
     Image.fromarray(stored, "CMYK").save(tmp_path / "cmyk.jpg")
     with pytest.raises(ValueError, match=r"cmyk.jpg: is stored as CMYK; expected a PNG, a TIFF"):
-        decode(tmp_path / "cmyk.jpg", channels=4)
+        decode_image(tmp_path / "cmyk.jpg", channels=4)
     (tmp_path / "white.tif").write_bytes(tiff(stored[..., :1]))
-    assert np.array_equal(decode(tmp_path / "white.tif", channels=1), 255 - stored[..., :1])
+    assert np.array_equal(decode_image(tmp_path / "white.tif", channels=1), 255 - stored[..., :1])
     Image.fromarray(stored).save(tmp_path / "x.webp", lossless=True, exact=True)
-    assert np.array_equal(decode(tmp_path / "x.webp", channels=4), stored)
+    assert np.array_equal(decode_image(tmp_path / "x.webp", channels=4), stored)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
@@ -128,10 +128,10 @@ def test_orientations_turn_all_channels(turn, suffix, tmp_path):
     stored, exif = values(4), Image.Exif()
     exif[0x0112] = turn
     Image.fromarray(stored).save(tmp_path / f"x{suffix}", exif=exif)
-    image = decode(tmp_path / f"x{suffix}", turned=True, channels=4)
+    image = decode_image(tmp_path / f"x{suffix}", turned=True, channels=4)
     assert np.array_equal(image[..., :3], decode_image(tmp_path / f"x{suffix}", turned=True))
     assert image.shape[:2] == (SIZE if turn < 5 else SIZE[::-1])
-    assert size(read_file(tmp_path / f"x{suffix}", True), True, 4) == image.shape[1::-1]
+    assert image_size(read_file(tmp_path / f"x{suffix}", True), True, 4) == image.shape[1::-1]
     fourth = Image.fromarray(stored[..., 3])
     fourth.save(tmp_path / f"gray{suffix}", exif=exif)
     assert np.array_equal(image[..., 3], decode_image(tmp_path / f"gray{suffix}", turned=True)[..., 0])
@@ -144,13 +144,13 @@ def test_one_channel_takes_gray_and_equal_colours(tmp_path):
         Image.fromarray(gray[..., 0]).save(tmp_path / f"gray{suffix}")
         for name in (f"rgb{suffix}", f"gray{suffix}"):
             if suffix != ".webp":  # whose colours are rounded
-                image = decode(tmp_path / name, turned=True, channels=1)
+                image = decode_image(tmp_path / name, turned=True, channels=1)
                 assert np.array_equal(image, decode_image(tmp_path / name, turned=True)[..., :1]), name
     Image.fromarray(values(3)).save(tmp_path / "colour.png")
     with pytest.raises(ValueError, match=r"colour.png: has 3 channels that differ, expected 1: gray, or RGB of equal"):
-        decode(tmp_path / "colour.png", turned=True, channels=1)
+        decode_image(tmp_path / "colour.png", turned=True, channels=1)
     with pytest.raises(ValueError, match="has 3 channels, expected 1"):  # of which the first page alone would be read
-        decode(write_channels(tmp_path / "x.pages.tif", values(3)), channels=1)
+        decode_image(write_channels(tmp_path / "x.pages.tif", values(3)), channels=1)
 
 
 def text(path: Path) -> None:
@@ -202,7 +202,7 @@ def test_other_files_are_refused_by_name_with_what_is_expected(kind, tmp_path):
     name, write, channels, message = REFUSED[kind]
     write(tmp_path / name)
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / name))}: .*{message}"):
-        decode(tmp_path / name, turned=True, channels=channels)
+        decode_image(tmp_path / name, turned=True, channels=channels)
 
 
 def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypatch):
@@ -216,11 +216,11 @@ def test_only_the_rows_that_are_needed_are_read_from_an_array(tmp_path, monkeypa
 
     for array in (stored, np.asfortranarray(stored), stored.astype(">u2")):
         np.save(path, array)
-        assert np.array_equal(decode(path, channels=6), stored >> 8)
+        assert np.array_equal(decode_image(path, channels=6), stored >> 8)
         monkeypatch.setattr("datasets.stored.open", Counted, raising=False)
         file = read_file(path, True)
-        assert size(file, True, 6) == (WIDTH, HEIGHT) and sum(map(len, read)) < 500
-        assert np.array_equal(decode(file, WINDOW, channels=6), stored[WINDOW] >> 8)
+        assert image_size(file, True, 6) == (WIDTH, HEIGHT) and sum(map(len, read)) < 500
+        assert np.array_equal(decode_image(file, WINDOW, channels=6), stored[WINDOW] >> 8)
         assert np.isfortran(array) or len(read[-1]) == 12 * WIDTH * 12
         monkeypatch.undo()
         read.clear()
@@ -240,7 +240,7 @@ def test_an_array_that_becomes_shorter_is_refused_by_name(window, seen, tmp_path
 
     monkeypatch.setattr("datasets.stored.open", Before, raising=False)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: cannot be decoded as an image; expected an array"):
-        decode(file, window, channels=6)
+        decode_image(file, window, channels=6)
 
 
 @pytest.mark.parametrize("start", [0, 208])
@@ -252,7 +252,7 @@ def test_a_tiff_whose_pixels_are_not_in_the_file_is_refused(channels, start, tmp
         pixels = tiff(values(channels), interpretation=interpretation, start=start, compression=compression)
         (tmp_path / "x.tif").write_bytes(pixels)
         with pytest.raises(ValueError, match=r"x.tif: cannot be decoded as an image; expected a TIFF .*, undamaged"):
-            decode(tmp_path / "x.tif", turned=True, channels=channels)
+            decode_image(tmp_path / "x.tif", turned=True, channels=channels)
     if channels == 1:
         with pytest.raises(ValueError, match=r"x.tif: cannot be decoded as a label; expected a TIFF .*, undamaged"):
             decode_mask(tmp_path / "x.tif")

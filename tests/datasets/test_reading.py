@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets.channels import size, stored_values
 from datasets.file_formats import png_chunks
 from datasets.layout import read_json, read_list
-from datasets.reading import decode_image, decode_label, decode_mask
+from datasets.reading import decode_image, decode_label, decode_mask, image_size, stored_values
 from datasets.stored import read as stored
 from tests import trees
 from tests.datasets.classification_trees import encoded
@@ -29,7 +28,7 @@ WINDOWS = [(slice(start, stop), slice(5, 48)) for start, stop in [(0, 1), (74, 7
 
 
 def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
-    return size(stored(path, photograph=turned), turned, 3)
+    return image_size(stored(path, photograph=turned), turned, 3)
 
 
 def photograph() -> np.ndarray:
