@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from ...torch_internals import (
 )
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
-_MARK = "keepless: an operator begins or ends"  # an event in the profile
 _SHORT = 2e-4  # seconds: a shorter operator is timed more often, as it is more easily disturbed
 _AGAIN = 3  # so many times more
 _REPEATED = 32  # calls that `host_seconds` times at once
@@ -105,28 +105,17 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
         bytes_before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - bytes_before
-    return _peaks_on_cpu(step)[0]
+    return _peak_on_cpu(step)
 
 
-def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
-    """Peak bytes up to the first event `_MARK`, and after each, beyond those allocated at it.
-
-    The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
-    """
+def _peak_on_cpu(step: Callable[[], object]) -> int:
+    """As `peak_bytes`. The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
-    events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _MARK)]
-    peaks = [0]
-    level = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == _MARK:
-            level = 0
-            peaks.append(0)
-        else:
-            level += event.nbytes()
-            peaks[-1] = max(peaks[-1], level)
-    return peaks
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes, initial=0))
 
 
 class Cost(NamedTuple):
@@ -175,58 +164,22 @@ def measure(operators: Iterable[Operator]) -> None:
         for operator in new:
             if operator not in _first_runs:
                 _warm_up(operator)
-        warm = [operator for operator in new if operator in _first_runs]
-        on_cpu = [operator for operator in warm if operator.device.type == "cpu"]
-        if on_cpu:
-            _measure_on_cpu(on_cpu)
-        for operator in warm:
-            if operator.device.type != "cpu":
-                _measure_on_device(operator)
+            if operator in _first_runs:
+                _costs[operator] = _measured_cost(operator)
 
 
-def _note_cost(operator: Operator, seconds: float, temporary_bytes: int) -> None:
-    """Note the cost of an operator that has run again."""
-    _, first_seconds = _first_runs[operator]
-    _costs[operator] = Cost(min(seconds, first_seconds), max(0, temporary_bytes))
-
-
-def _measure_on_cpu(operators: Sequence[Operator]) -> None:
-    """Note the costs of operators that run on the CPU, all in one profile, which takes many milliseconds."""
-    runs: list[tuple[int, float]] = []  # of each operator: bytes of its results, and seconds
-
-    def run_all() -> None:
-        for operator in operators:
-            runs.append(_run_between_marks(operator))
-
-    # The first peak is before all marks. Then there are two for each operator: between its marks, and up to the next.
-    _, *peaks = _peaks_on_cpu(run_all)
-    operator_peaks = peaks[::2]
-    for operator, (result_bytes, seconds), peak in zip(operators, runs, operator_peaks, strict=True):
-        _note_cost(operator, seconds, peak - result_bytes)
-
-
-def _measure_on_device(operator: Operator) -> None:
-    """Note the cost of an operator that does not run on the CPU."""
+def _measured_cost(operator: Operator) -> Cost:
+    """The cost of an operator that has run before. Its next call is the one whose memory is watched."""
     call = operator.call_on_ones()
-    results: list[Any] = []
-    peak = peak_bytes(lambda: results.append(call()), operator.device)
-    result_bytes = sum(tensor.nbytes for tensor in tensors_in(results))
-    _note_cost(operator, seconds_of(call, operator.device)[1], peak - result_bytes)
-
-
-def _run_between_marks(operator: Operator) -> tuple[int, float]:
-    """The bytes of an operator's results, and its seconds. Events `_MARK` are before and after it."""
-    call = operator.call_on_ones()
-    with torch.profiler.record_function(_MARK):
-        pass
-    result, seconds = seconds_of(call, operator.device)
-    with torch.profiler.record_function(_MARK):
-        pass
+    runs: list[tuple[Any, float]] = []
+    peak = peak_bytes(lambda: runs.append(seconds_of(call, operator.device)), operator.device)
+    result, seconds = runs.pop()
     result_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
     del result
     for _ in range(_AGAIN if seconds < _SHORT else 0):
         seconds = min(seconds, seconds_of(call, operator.device)[1])
-    return result_bytes, seconds
+    _, first_seconds = _first_runs[operator]
+    return Cost(min(seconds, first_seconds), max(0, peak - result_bytes))
 
 
 @contextmanager
