@@ -134,6 +134,7 @@ class Steps:
         _, plain_seconds = plain
         if name == PLANNED:
             logger.info("%s: trying %s", name, shape_text(shape_of(example)))  # many seconds each
+            self.network.zero_grad()
             choices = frontier(counted_step(self.network, *example).as_gradients_come())
             planned = [(choice.peak, plain_seconds + choice.seconds) for choice in choices]
             all_plans = [plain, self.peak_and_seconds(RECOMPUTED, value), *planned]

@@ -8,24 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
-from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...inputs import check_module, shown, tensors_in
-from ...torch_internals import FakeTensor, warn
+from ...inputs import check_module, shown
+from ...torch_internals import warn
 from ...units import UNITS, bytes_of, share_of, size_text
 from ..passes.plan import MORE, Plan
 from ..passes.recording import Recording
-from ..step.dry import rehearsed_step, text_of
+from ..step.dry import dry_step, rehearsed_step, text_of
 from ..step.search import Choice, frontier
 from ..step.sharded import is_sharded
 from ..step.simulation import Simulation, plain_peak
-from ..step.stand_ins import stand_ins
+from ..step.stand_ins import watch_of_example
 from ..step.step import Kind, Step
-from ..step.watch import Watch, WatchedRecording, differentiable
+from ..step.watch import Watch
 
 _NEAR = 1.02  # search again without the outputs if the lowest peak is then at most this many times the budget
 _BLOCK = 512  # bytes: CUDA's allocator rounds up to multiples, so exceeding a budget by less is not reported
@@ -288,9 +286,10 @@ class Frontier(NamedTuple):
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | Budget | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step runs on a copy of the network, on fake tensors if it reads no values. The mean square of the outputs is its
-    loss. The random state is restored. For a network that does not fit in memory, call this under `FakeTensorMode`:
-    times are estimated, and the temporary memory of operators and of the loss is left out.
+    The step runs on a copy of the network, on fake tensors. If that raises an error, as where the network reads values,
+    a real step of the network itself runs, which leaves no trace there. The mean square of the outputs is its loss. The
+    random state is restored. For a network that does not fit in memory, call this under `FakeTensorMode`: times are
+    estimated, and the temporary memory of operators and of the loss is left out.
 
     A budget is beside gradients. If no parameter has one, as after `zero_grad()`, gradients take memory as they come,
     peaks include them, and their room is free until then: a peak is at most the budget and all gradients.
@@ -366,37 +365,12 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
-def watched_pass(module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None) -> WatchedRecording:
-    """The context of a forward pass, called by this frame, whose step is watched."""
-    tensors = [*module.parameters(), *inputs]
-    has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
-    return WatchedRecording(Watch(inputs, has_values), frame)
-
-
 def step_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
     """The step of a network on an example, with the mean square of the outputs as its loss. It changes nothing.
 
     A copy runs instead of the network if FSDP has sharded it, or if what the step saves has no room elsewhere.
     """
-    if not is_sharded(module):
-        watch = _watch_of_example(module, args, kwargs)
-        if watch.error is None:
-            return watch.step(module)
-        if not watch.elsewhere.is_full:
-            raise watch.error
-    return rehearsed_step(module, args, kwargs)
-
-
-def _watch_of_example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch:
-    """Run the step of `step_of_example`, with stand-ins for the parameters."""
-    inputs = tensors_in((args, kwargs))
-    with stand_ins(module) as trained:
-        recording = watched_pass(module, inputs, None)
-        with recording:
-            outputs = module(*args, **kwargs)
-        losses = [start.square().mean() for start in differentiable(outputs)]
-        recording.watch.await_backward(module, outputs)
-        leaves = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
-        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
-        del outputs, losses
-    return recording.watch
+    if is_sharded(module):
+        return dry_step(module, args, kwargs)
+    watch = watch_of_example(module, args, kwargs)
+    return dry_step(module, args, kwargs) if watch.elsewhere.is_full else watch.step(module)

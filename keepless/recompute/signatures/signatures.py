@@ -28,9 +28,9 @@ from ..passes.plan import MORE, ByPlan, Plan
 from ..passes.recording import Recording
 from ..step.costs import is_measuring
 from ..step.sharded import is_sharded
-from ..step.watch import State, Watch, WatchedRecording
+from ..step.watch import State, Watch, WatchedRecording, watched_pass
 from .gradients import Backward, Gradients
-from .plans import Planner, Plans, step_of_example, watched_pass
+from .plans import Planner, Plans, step_of_example
 from .signature import Signature
 
 _CAPACITY = 16  # signatures with plans of their own, and as many others; the least recently used one goes

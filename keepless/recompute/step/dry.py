@@ -1,9 +1,9 @@
-"""Count a step of a copy of a network: a dry step on fake tensors, or a real one if the network reads values."""
+"""Count a dry step: of a copy of a network, on fake tensors."""
 
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,15 +19,15 @@ from ...torch_internals import (
     TorchDispatchMode,
     address,
     forget_originals,
-    is_any_autocast_enabled,
     quick_view,
     simulated_collective,
     with_dispatch_modes_off,
     without_cached_weights,
 )
 from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
+from .stand_ins import watch_of_example
 from .step import Step
-from .watch import State, Watch, WatchedRecording, differentiable
+from .watch import State, Watch, WatchedRecording, differentiable, has_values
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def counted_step(
     measures: bool = False,
     copy_parameters: bool = False,
 ) -> Step:
-    """Run a step of a network, on real or fake tensors, and count it. It changes buffers, but no gradients.
+    """Run a step of a network without gradients, on real or fake tensors, and count it. It changes buffers.
 
     The loss is the mean squares of outputs; a `Loss` where nothing is measured, for planners that count it themselves.
     `measures`: see `Allocations`; always on for real tensors. `copy_parameters`: see `Recording`.
@@ -64,53 +64,39 @@ def counted_step(
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     is_estimated = is_fake and not measures
     watch = Watch(inputs, not is_estimated, copy_parameters)
-    with _without_gradients(parameters):
-        watch.watch_gradients(parameters)
-        try:
-            with WatchedRecording(watch):
-                outputs = network(*args, **kwargs)
-            with watch.allocations:
-                watch.forward_ends(tensors_in(outputs))
-                starts = differentiable(outputs)
-                losses = [Loss.apply(*starts)] if is_estimated else [start.square().mean() for start in starts]
-                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-                del outputs, starts, losses
-        finally:
-            watch.end(State.COUNTED)
-    if watch.error is not None:
-        raise watch.error
+    watch.watch_gradients(parameters)
+    try:
+        with WatchedRecording(watch):
+            outputs = network(*args, **kwargs)
+        with watch.allocations:
+            watch.forward_ends(tensors_in(outputs))
+            starts = differentiable(outputs)
+            losses = [Loss.apply(*starts)] if is_estimated else [start.square().mean() for start in starts]
+            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+            del outputs, starts, losses
+    finally:
+        watch.end(State.COUNTED)
     return watch.step(network)
 
 
-@contextmanager
-def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which parameters have no gradients at first: this shows where the new ones stay."""
-    gradients = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+def dry_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The calls and memory of a network's step with these arguments, from one step of a copy.
+
+    It runs under the modes of the caller, such as autocast. Raises what `on_copy` raises.
+    """
+    measures = has_values([*tensors_in((args, kwargs)), *network.parameters()])
+    return on_copy(partial(counted_step, measures=measures, copy_parameters=is_sharded(network)), network, args, kwargs)
 
 
 def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    """The calls and memory of a network's step with these arguments, from one step of a copy.
-
-    It runs under the modes of the caller, such as autocast: on fake tensors, or if that raises an error, as in a
-    network that reads values, on real ones. Raises what `on_copy` raises.
-    """
-    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
-    has_values = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    """As `dry_step`. If that raises an error, as in a network that reads values, from a step of the network itself."""
     try:
-        on_fakes = partial(counted_step, measures=has_values, copy_parameters=is_sharded(network))
-        return on_copy(on_fakes, network, args, kwargs)
+        return dry_step(network, args, kwargs)
     except Exception as error:  # a network may raise anything
-        if not has_values or is_sharded(network):
+        if is_sharded(network) or not has_values([*tensors_in((args, kwargs)), *network.parameters()]):
             raise
         _log.info("the step does not run on fake tensors: %s", text_of(error))
-    return on_copy(counted_step, network, args, kwargs, is_fake=False)
+    return watch_of_example(network, args, kwargs).step(network)
 
 
 def text_of(error: Exception) -> str:
@@ -154,10 +140,8 @@ class _IsolatingMode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def on_copy(
-    run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any, *, is_fake: bool = True
-) -> T:
-    """Call `run` with copies of a network and its arguments, on fake tensors or on real ones, and return its result.
+def on_copy(run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any) -> T:
+    """Call `run` with copies of a network and its arguments, on fake tensors, and return its result.
 
     `copy.deepcopy` makes the copies. Python code of the network runs once, and what it changes outside of the network
     stays changed. Meta tensors become fake CPU tensors. Random states are put back. The copy does not communicate with
@@ -167,21 +151,15 @@ def on_copy(
         RuntimeError: the copy reads tensors of the network itself; the network cannot be copied.
         Exception: whatever `run` raises.
     """
-    mode: Any
-    if is_fake:
-        tensors = [*network.parameters(), *network.buffers(), *tensors_in((args, kwargs))]
-        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        mode = fakes[0].fake_mode if fakes else _DryMode(allow_non_fake_inputs=True)
-        memo = _fakes_by_id(mode, network, tensors)
-    else:
-        mode = nullcontext()
-        inputs = tensors_in((args, kwargs))
-        memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs}
+    tensors = [*network.parameters(), *network.buffers(), *tensors_in((args, kwargs))]
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else _DryMode(allow_non_fake_inputs=True)
+    memo = _fakes_by_id(mode, network, tensors)
     sharded = add_copies_without_fsdp2(network, mode, memo)
     try:
         with with_dispatch_modes_off():
             copied = _deep_copies(network, args, kwargs, sharded, memo)
-            with _program_state_kept(is_fake), without_cached_weights(), mode, _IsolatingMode(network):
+            with _program_state_kept(), without_cached_weights(), mode, _IsolatingMode(network):
                 return run(*copied)
     finally:
         if isinstance(mode, _DryMode):
@@ -235,13 +213,9 @@ def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _program_state_kept(is_fake: bool) -> Iterator[None]:
-    """Context for running a copy: restores random states, and keeps autocast's cache and PyTorch's log as they are."""
-    caches = torch.is_autocast_cache_enabled()
-    # The program's autocast, which is outside of this context, would hold the copy's real weights until it ends.
-    holds_weights = not is_fake and is_any_autocast_enabled()
-    torch.set_autocast_cache_enabled(caches and not holds_weights)
-    log = logging.getLogger(FakeTensorMode.__module__)  # it would log what fake tensors cannot do
+def _program_state_kept() -> Iterator[None]:
+    """Context for running a copy: restores random states, and PyTorch does not log what fake tensors cannot do."""
+    log = logging.getLogger(FakeTensorMode.__module__)
     was_disabled = log.disabled
     log.disabled = True
     try:
@@ -249,4 +223,3 @@ def _program_state_kept(is_fake: bool) -> Iterator[None]:
             yield
     finally:
         log.disabled = was_disabled
-        torch.set_autocast_cache_enabled(caches)

@@ -1,7 +1,7 @@
-"""Let a network run a step whose effects are put back: with stand-ins for its parameters, before a training."""
+"""Watch a step of a network whose effects are put back: with stand-ins for its parameters, before a training."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,21 +11,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...inputs import tensors_in
 from ...saved import PLAIN, is_ordinary
-from ...torch_internals import OpOverload, TorchDispatchMode, address, written_arguments
+from ...torch_internals import OpOverload, TorchDispatchMode, address, without_cached_weights, written_arguments
 from .snapshot import Snapshot
+from .watch import Watch, differentiable, watched_pass
 
 OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimiser steps in the backward pass
 
 
+def watch_of_example(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch:
+    """Watch a step of a network on an example, with the mean square of the outputs as its loss. It changes nothing."""
+    inputs = tensors_in((args, kwargs))
+    with _stand_ins(network, inputs) as trained, without_cached_weights():
+        recording = watched_pass(network, inputs, None)
+        with recording:
+            outputs = network(*args, **kwargs)
+        losses = [start.square().mean() for start in differentiable(outputs)]
+        recording.watch.await_backward(network, outputs)
+        leaves = [*trained, *(tensor for tensor in inputs if tensor.requires_grad and tensor.is_leaf)]
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
+        del outputs, losses
+    return recording.watch
+
+
 @contextmanager
-def stand_ins(network: nn.Module) -> Iterator[list[Tensor]]:
+def _stand_ins(network: nn.Module, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Context in which stand-ins replace a network's parameters and share their memory. Yields the trained stand-ins.
 
     The parameters themselves get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing. A
-    DDP inside calls its module alone. At the end, buffers, attributes of modules and random states are as before, and
-    so are the values of parameters that the forward pass has written over, as an embedding with `max_norm` does.
+    DDP inside calls its module alone. At the end, inputs, buffers, attributes of modules and random states are as
+    before, and so are the values of parameters that the forward pass has written over, as an embedding with `max_norm`
+    does.
     """
-    before = Snapshot(network, (), has_values=False)
+    before = Snapshot(network, inputs, has_values=False)
     replacements: dict[int, Tensor] = {}  # by the ids of the parameters
     try:
         for module in network.modules():

@@ -173,7 +173,9 @@ class Watch(Trace):
         self.end(State.COUNTED)
 
     def step(self, network: nn.Module) -> Step:
-        """The step, once it has ended."""
+        """The step, once it has ended. Raises the error that has ended the watch, if there was one."""
+        if self.error is not None:
+            raise self.error
         costs = self.allocations.costs()
         events = [event.event if isinstance(event, Gone) else event for event in self.events]
         for index, (event, operator) in enumerate(events):
@@ -397,6 +399,16 @@ class WatchedRecording(Recording):
             if is_fake_view and torch.is_grad_enabled() and target.grad_fn is not None:
                 target.grad_fn.register_hook(_in_new_memory)
         return result
+
+
+def watched_pass(module: nn.Module, inputs: Sequence[Tensor], frame: FrameType | None) -> WatchedRecording:
+    """The context of a forward pass, called by this frame, whose step is watched."""
+    return WatchedRecording(Watch(inputs, has_values([*module.parameters(), *inputs])), frame)
+
+
+def has_values(tensors: Iterable[Tensor]) -> bool:
+    """Whether none of the tensors is fake or on meta."""
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
 
 def _in_new_memory(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:

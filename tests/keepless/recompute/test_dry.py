@@ -1,6 +1,6 @@
 """Dry steps, of which `keepless.plan` and `keepless.fit` count memory and time: on fake copies, or on real ones."""
 
-from functools import partial, wraps
+from functools import wraps
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
-from keepless import InPlaceABN, plan, recompute_activations
+from keepless import InPlaceABN, fit, plan, recompute_activations
 from keepless.conversion.activated import merge
-from keepless.recompute.step.dry import _DryMode, counted_step, on_copy, rehearsed_step
+from keepless.recompute.step.dry import _DryMode, rehearsed_step
+from keepless.recompute.step.stand_ins import watch_of_example
 from keepless.recompute.step.watch import backward_starts
 from tests.keepless.recompute.ahead import Layers, plans
 
@@ -74,10 +75,12 @@ INSTEAD = r"recompute_activations\(network, budget=…, example=…\) watches a 
 
 
 @pytest.mark.parametrize("change, reason", [(wrapped, "reads a tensor of the network itself"), (locked, "be copied")])
-def test_a_network_that_is_no_copy_of_itself_is_refused_and_planned_by_an_example(change, reason):
+def test_a_network_that_is_no_copy_of_itself_is_planned_by_a_step_of_its_own(change, reason):
+    """Only what runs many steps refuses it."""
     network = change(Layers(4))
     with pytest.raises(RuntimeError, match=f"{reason}.*{INSTEAD}"):
-        plan(network, X)
+        fit(network, X, "2GiB")
+    assert plan(network, X).plain == pytest.approx(plan(Layers(4), X).plain, rel=0.02)
     assert plans(recompute_activations(network, budget=0.9, example=X)) == [1]
 
 
@@ -145,7 +148,7 @@ def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
     assert forms_in(_DryMode()) == forms_in(FakeTensorMode())
 
 
-@pytest.mark.parametrize("run", [rehearsed_step, partial(on_copy, counted_step, is_fake=False)])
+@pytest.mark.parametrize("run", [rehearsed_step, watch_of_example])
 def test_a_dry_step_leaves_cached_weights_as_they_are(run):
     """PyTorch finds them by ids of modules and tensors."""
     x, layer, normed = torch.randn(3, 4), nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
