@@ -44,7 +44,6 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
-        in_kernel_invocation_manager,
     )
     from torch.nn.attention import _backend_names
     from torch.nn.modules._functions import SyncBatchNorm
@@ -391,21 +390,6 @@ def simulated_collective(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     elif name not in ("allreduce_", "broadcast_"):
         raise RuntimeError(f"{operator} communicates with other processes: it cannot be rehearsed in one process")
     return args[0], finished_work
-
-
-def quick_view(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a view, several times as fast as the mode makes it. NotImplemented: the mode must make it."""
-    base = args[0] if args else None
-    if not isinstance(base, FakeTensor) or base.fake_mode is not mode or base.layout is not torch.strided:
-        return NotImplemented
-    is_copy = function.overloadpacket.__name__ in ("to", "lift_fresh")
-    if is_copy or kwargs or base.constant is not None or not function.is_view:
-        return NotImplemented
-    with in_kernel_invocation_manager(mode):
-        views = function(*args)
-    if isinstance(views, Tensor):
-        return views if views is base else FakeTensor(mode, views, base.fake_device)
-    return [FakeTensor(mode, view, base.fake_device) for view in views]
 
 
 def forget_originals(mode: FakeTensorMode) -> None:

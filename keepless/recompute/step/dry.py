@@ -19,7 +19,6 @@ from ...torch_internals import (
     TorchDispatchMode,
     address,
     forget_originals,
-    quick_view,
     simulated_collective,
     with_dispatch_modes_off,
     without_cached_weights,
@@ -115,8 +114,7 @@ class _DryMode(FakeTensorMode):
                 f"{function} reads a fake tensor, which code outside the network has kept in a dry step (of "
                 f"keepless.plan or keepless.fit): clear its caches, or call them in a program of their own"
             )
-        result = quick_view(self, function, args, kwargs or {})
-        return super().__torch_dispatch__(function, types, args, kwargs) if result is NotImplemented else result
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class _IsolatingMode(TorchDispatchMode):
