@@ -4,6 +4,8 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from io import BytesIO
+from pathlib import Path
+from string import Template
 
 import numpy as np
 from PIL import Image
@@ -11,30 +13,9 @@ from PIL import Image
 from datasets.file_list import printable
 
 LARGEST = (800, 800)  # pixels of an image on the page
-_HEAD = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>
-:root {{ --opacity: 0.6; color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif }}
-body {{ margin: 0 auto; max-width: 1500px; padding: 0 1rem 2rem }}
-header {{ position: sticky; top: 0; z-index: 1; padding: .6rem 0; background: Canvas; border-bottom: 1px solid }}
-h1 {{ font-size: 1.2rem; margin: 0 }} h2 {{ font-size: 1rem; margin: 0 0 .4rem; overflow-wrap: anywhere }}
-section {{ margin-top: 1.5rem }}
-.row {{ display: grid; grid-template-columns: 1fr 1fr minmax(14rem, .5fr); gap: 1rem; align-items: start }}
-.row.whole {{ grid-template-columns: minmax(0, 24rem) minmax(14rem, 30rem) }}
-.over {{ position: relative }} img {{ display: block; width: 100% }}
-.mask {{ position: absolute; inset: 0; height: 100%; opacity: var(--opacity); image-rendering: pixelated }}
-table {{ border-collapse: collapse; width: 100% }} td {{ padding: .1rem .4rem; overflow-wrap: anywhere }}
-td:last-child {{ text-align: right; white-space: nowrap }}
-td.bar {{ width: 40%; min-width: 4rem }} td.bar div {{ height: .8rem; border: 1px solid GrayText; min-width: 1px }}
-@media (max-width: 700px) {{ .row, .row.whole {{ grid-template-columns: 1fr }} }}
-</style>
-<header><h1>{title}</h1>{slider}</header>
-"""
+TEMPLATE = Path(__file__).with_suffix(".html")  # of the page around its sections
 _SLIDER = """<label>Opacity of the classes <input type="range" min="0" max="1" step="0.01" value="0.6"
  oninput="document.documentElement.style.setProperty('--opacity', this.value)"></label>"""
-_FOOT = """<script>for (const copy of document.querySelectorAll("img.copy"))
- copy.src = copy.closest(".row").querySelector("img.image").src</script></html>
-"""
 
 
 class Page:
@@ -86,12 +67,13 @@ class Page:
         """The parts of the page."""
         count = len(self.sections)
         segments = self.palette is not None
-        yield _HEAD.format(title=escape(self.title), slider=_SLIDER if segments else "")
+        head, foot = TEMPLATE.read_text("utf-8").split("$sections")
+        yield Template(head).substitute(title=escape(self.title), slider=_SLIDER if segments else "")
         heading = "Share of each class" if segments else "Mean probability of each class"
         overall = self.table(self.total / max(count, 1), len(self.classes))
         yield f"<section><details open><summary>{heading} in {count} images</summary>{overall}</details></section>\n"
         yield from self.sections
-        yield _FOOT
+        yield foot
 
 
 def encoded(image: Image.Image, format: str) -> str:
