@@ -16,7 +16,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -206,9 +208,23 @@ def picture(call: dict) -> Figure | None:
                 ratios = (relative(row, cell[STANDARD], times) for row, cell in zip(rows, cells, strict=True))
                 texts[name] = [f"{ratio.median:.2f}" if ratio else "" for ratio in ratios]
         names = [cell[STANDARD]["shape"].replace(" ", "\n") for cell in cells]
-        charts.bars(axes, names, shown, COLOURS, texts, title=title, ylabel=f"forward + backward, ms{label}")
+        draw_bars(axes, names, shown, texts)
+        axes.set(title=title, ylabel=f"forward + backward, ms{label}")
     charts.legend(figure, columns=4)
     return figure
+
+
+def draw_bars(axes: Axes, names: list[str], shown: dict[str, list[float]], texts: dict[str, list[str]]) -> None:
+    """Draw a group of bars for each of `names`: {label: heights}, NaN for none; and {label: texts above them}."""
+    places = np.arange(len(names))
+    width = 0.84 / len(shown)
+    for number, (label, heights) in enumerate(shown.items()):
+        middles = places + (number - (len(shown) - 1) / 2) * width
+        drawn = axes.bar(middles, heights, 0.92 * width, color=COLOURS[label], label=label)
+        axes.bar_label(drawn, texts[label], rotation=90, padding=3, fontsize=8)
+    axes.set_xticks(places, names)
+    axes.margins(x=0.01, y=0.18)
+    axes.grid(False, axis="x")
 
 
 BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, heading, sections, picture)

@@ -1,16 +1,13 @@
-"""The chart style of all pages, and groups of bars."""
+"""The chart style of all pages."""
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
-from matplotlib.ticker import LogFormatter
 
 from engine.process.output_files import write_figure
 
@@ -39,31 +36,6 @@ def panels(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Figure
     figure = Figure(figsize=inches, layout="constrained")
     with matplotlib.rc_context(STYLE):
         return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
-def bars(
-    axes: Axes,
-    names: Sequence[str],
-    shown: Mapping[str, Sequence[float]],
-    colours: Mapping[str, str],
-    texts: Mapping[str, Sequence[str]],
-    **labels: Any,
-) -> None:
-    """Draw a group of bars for each of `names`: {label: heights}, NaN for none; and {label: texts above them}."""
-    places = np.arange(len(names))
-    width = 0.84 / len(shown)
-    for number, (label, heights) in enumerate(shown.items()):
-        middles = places + (number - (len(shown) - 1) / 2) * width
-        drawn = axes.bar(middles, heights, 0.92 * width, color=colours[label], label=label)
-        if label in texts:
-            axes.bar_label(drawn, texts[label], rotation=90, padding=3, fontsize=8)
-    axes.set_xticks(places, names)
-    axes.margins(x=0.01, y=0.18 if texts else 0.05)
-    axes.set(**labels)
-    axes.grid(False, axis="x")
-    if axes.get_yscale() == "log":  # 20 and 100 instead of powers of ten
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def save(figure: Figure, file: Path) -> None:
