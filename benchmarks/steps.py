@@ -69,11 +69,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         f"{BFLOAT16} trainer.channels_last=false",
     ),
     "capture": (DEFAULT, "trainer.capture=auto", CAPTURE),
-    "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
-        DEFAULT,
-        "data.crop_size=352 norm=inplace norm.activation=leaky_relu",
-        f"data.crop_size=376 {RECOMPUTE[0]}",
-    ),
 }
 
 

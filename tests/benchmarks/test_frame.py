@@ -77,7 +77,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
-    (steps, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture, arms"),
+    (steps, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, capture"),
     (reversible, "only=[depths/]", "only=depths/: there is no such item; the nearest names are depths/"),
 ]
 
