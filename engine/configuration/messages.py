@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -14,8 +14,7 @@ from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, ar
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
 from engine.configuration.texts import HYDRA_KEY, fits
-from engine.configuration.words import PLUGIN, Advice, advice_about, corrected_values, keys_of
-from engine.process.plugins import LOADED
+from engine.configuration.words import PLUGIN, Advice, advice_about, corrected_values, pairs_in
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
 TORCHRUN_OPTION = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
@@ -24,14 +23,6 @@ SOME = "…"  # stands for a value
 HELP = "--help lists the keys"
 NO_NEAREST = "--help lists them all"
 NONE = "there is none"  # how words.yaml says it
-
-
-class Answer(NamedTuple):
-    """What to give instead of an argument."""
-
-    argument: Argument
-    give: list[str]  # our key=value
-    say: str  # the same as a sentence, or that there is no such thing
 
 
 class Messages:
@@ -57,14 +48,11 @@ class Messages:
         path_word = _word_of_split_path(words)
         if path_word:
             return f"{path_word}: quote the space for the shell, as in '{path_word}'"
-        our_words = [
-            word for word in words if not ("=" in word and HYDRA_KEY.match(word.lstrip("+~").partition("=")[0]))
-        ]
+        our_words = [word for word in words if "=" not in word or not HYDRA_KEY.match(_key_in(word))]
         wrong = (argument for argument in arguments(our_words, self.keys) if not self._is_right(argument, error))
-        answers = [answer for answer in map(self._answer, wrong) if answer is not None]
+        answers = [(argument, advice) for argument in wrong if (advice := self._advice(argument))]
         if answers:
-            gives = _one_value_each(answers)
-            return _joined(answers, f"give {' '.join(gives)}", self._needed_choice(gives, our_words))
+            return self._joined(answers, our_words)
         about_forms = filter(None, map(self._about_form, our_words))
         return next(about_forms, None) or self._about_error(error, _wrong_word(words, error))
 
@@ -84,78 +72,62 @@ class Messages:
         is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
         return not is_text and fits(value, declared)
 
-    def _groups_of_plugins(self) -> set[str]:
-        """The groups for which a plugin has registered a choice."""
-        groups = set()
-        for group in CHOICES.keys() & self.groups.keys() if LOADED else ():
-            if not all(kind.__module__.startswith("engine.") for kind in CHOICES[group].values()):
-                groups.add(group)
-        return groups
-
-    def _answer(self, argument: Argument) -> Answer | None:
+    def _advice(self, argument: Argument) -> Advice | None:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
         _, name, value, fault = argument
         nearest = [] if name in self.keys else self._nearest_keys(name, value)
-        advice = self._advice(argument, nearest)
+        advice = self._advice_of_words(argument, [key for key in nearest if _last(key) == _last(name).lower()])
         if advice is not None:
-            return Answer(argument, *self._corrected(*advice))
+            return self._corrected(advice)
         if name in self.keys:
-            correction = self._correction(name, value)
-            if correction is None and fault:
-                pair = self._pair(name, value)
-                correction = [pair], f"give {pair}"
-            return None if correction is None else Answer(argument, *correction)
+            pair = self._pair(name, value)
+            return self._correction(name, value) or (Advice(pair, f"give {pair}") if fault else None)
         parent = self.declared.get(name.rpartition(".")[0])
         if fault in ("", NO_VALUE) or (parent and parent.kind is Any):
             return None
         pairs = [self._pair(key, value) for key in nearest]
         if pairs:
-            return Answer(argument, pairs if len(pairs) == 1 else [], f"give {' or '.join(pairs)}")
-        return Answer(argument, [], NO_NEAREST if fault == NO_KEY else HELP)
+            return Advice(pairs[0] if len(pairs) == 1 else "", f"give {' or '.join(pairs)}")
+        return Advice("", NO_NEAREST if fault == NO_KEY else HELP)
 
-    def _advice(self, argument: Argument, nearest: list[str]) -> Advice | None:
-        """Advice from other programs' words; None if one of the nearest keys, which ends like it, counts before it."""
+    def _advice_of_words(self, argument: Argument, same: list[str]) -> Advice | None:
+        """Advice from other programs' words; None if one of our keys with the `same` last part counts before it."""
         _, name, value, fault = argument
-        same = [key for key in nearest if _last(key) == _last(name).lower()]
         advice = advice_about(name, value, self.keys, patterns=not same)
-        if advice is None:
-            return advice_about(value, "", self.keys) if fault == NO_VALUE else None
-        if name.partition(".")[0] in self._groups_of_plugins():
+        if advice is None and fault == NO_VALUE:
+            advice = advice_about(value, "", self.keys)
+        group = name.partition(".")[0]
+        if advice is None or (group in self.groups and _has_plugins(group)):
             return None  # a plugin may have what is meant: `no_such` lists its choices, too
-        if name not in map(_last, same):
+        if name not in map(_last, same) or any(key in advice.say for key in same):
             return advice
-        if advice.give is None and any(key in advice.say for key in same):
-            return advice  # it says what our key is, such as a share of something else
-        if advice.say.startswith(NONE):
-            return None
         # A choice's own key counts before another program's word that is spelled alike, so a new choice need not know
         # words.yaml. Not so for data, whose keys all datasets share.
         is_of_choice = any(key.partition(".")[0] in self.groups.keys() - {"data"} for key in same)
-        is_given = name in map(_last, keys_of(advice.give or ""))
-        return None if is_of_choice and not is_given else advice
+        return None if is_of_choice or advice.say.startswith(NONE) else advice
 
-    def _corrected(self, give: str | None, say: str) -> tuple[list[str], str]:
+    def _corrected(self, advice: Advice) -> Advice:
         """Advice from other programs' words, with the values that our keys can take."""
-        gives: list[str] = []
-        problem = ""
-        for pair in re.split(r" (?=[\w.]+=)", give) if give else []:  # values may have spaces
-            key, _, text = pair.partition("=")
-            pairs, sentence = self._correction(key, text) or ([f"{key}={text}"], "")
-            gives += pairs
-            if not pairs:
-                problem = f"{pair}: {sentence}"
-        return gives, problem or (f"give {' '.join(gives)}" if gives else say)
+        gives = []
+        say = advice.say
+        for key, value in pairs_in(advice.give).items():
+            correction = self._correction(key, value) or Advice(f"{key}={value}", "")
+            gives.append(correction.give)
+            if not correction.give:
+                say = f"{key}={value}: {correction.say}"
+        give = " ".join(filter(None, gives))
+        return Advice(give, f"give {give}" if all(gives) and gives else say)
 
-    def _correction(self, name: str, value: str) -> tuple[list[str], str] | None:
-        """What to give instead of a value that our key cannot take, and a sentence about it.
+    def _correction(self, name: str, value: str) -> Advice | None:
+        """What to give instead of a value that our key cannot take.
 
         None if the key takes it, or if only the error of setting it can say more.
         """
         if name in self.groups:
             choice = self._wrong_choice(name, value)
-            return None if choice is None else ([], self._about_choice(name, choice))
-        likely = _likely_value(value, self.declared[name]) if name in self.declared else None
-        return None if likely is None else ([f"{name}={likely}"], self._about_value(name, value))
+            return None if choice is None else Advice("", self._about_choice(name, choice))
+        likely = _likely_value(value, self.declared[name])
+        return None if likely is None else Advice(f"{name}={likely}", self._about_value(name, value))
 
     def _about_form(self, word: str) -> str:
         """The message about a word that is not key=value."""
@@ -231,8 +203,26 @@ class Messages:
         if choices_with_key:
             group = name.partition(".")[0]
             return f"{name} is for {' and '.join(choices_with_key)}; another {group} is chosen"
-        answer = self._answer(Argument(name, name, "", NO_KEY))
-        return f"{name}={SOME}: {NO_KEY}; {answer.say if answer else NO_NEAREST}"
+        advice = self._advice(Argument(name, name, "", NO_KEY))
+        return f"{name}={SOME}: {NO_KEY}; {advice.say if advice else NO_NEAREST}"
+
+    def _joined(self, answers: list[tuple[Argument, Advice]], words: Sequence[str]) -> str:
+        """One message about all arguments that are wrong."""
+        gives = _one_value_each(answers)
+        needed = self._needed_choice(gives, words)
+        if len(answers) == 1:
+            ((argument, advice),) = answers
+            fault = f"{argument.fault}; " if argument.fault and not advice.say.startswith(NONE) else ""
+            return f"{argument.text}: {fault}{advice.say}{needed}"
+        titles: dict[str, list[str]] = {"": []}  # of the arguments with the same sentence; first of those to replace
+        for argument, advice in answers:
+            titles.setdefault("" if advice.give else advice.say, []).append(argument.title)
+        replaced = " and ".join(titles.pop(""))
+        sentences = [f"{' and '.join(same)}: {say}" for say, same in titles.items()]
+        if replaced and all(argument.fault == NO_KEY for argument, _ in answers):
+            there_are_no = "there are no such keys" if " and " in replaced else "there is no such key"
+            return "; ".join([f"{there_are_no} as {replaced}; give {' '.join(gives)}{needed}", *sentences])
+        return "; ".join([f"{replaced}: give {' '.join(gives)}{needed}", *sentences] if replaced else sentences)
 
     def _needed_choice(self, give: Sequence[str], words: Sequence[str]) -> str:
         """What must also be given, if only some choices of a group have a key."""
@@ -292,37 +282,19 @@ def _wrong_word(words: Sequence[str], error: Exception) -> str:
     return next((word for word in reversed(words) if _key_in(word) == key), "")
 
 
-def _joined(answers: Sequence[Answer], advice: str, needed: str) -> str:
-    """One message of all answers. `advice`: the key=value to give instead, for the answers that name one."""
-    if len(answers) == 1:
-        ((text, _, _, fault), _, say) = answers[0]
-        fault_text = f"{fault}; " if fault and not say.startswith(NONE) else ""
-        return f"{text}: {fault_text}{say}{needed}"
-    sentences = []
-    replaced = [answer.argument.title for answer in answers if answer.give]
-    if replaced:
-        start = f"{' and '.join(replaced)}: "
-        if all(answer.argument.fault == NO_KEY for answer in answers):
-            there_are_no = "there are no such keys" if len(replaced) > 1 else "there is no such key"
-            start = f"{there_are_no} as {' and '.join(replaced)}; "
-        sentences.append(f"{start}{advice}{needed}")
-    titles_by_sentence: dict[str, list[str]] = {}
-    for answer in answers:
-        if not answer.give:
-            titles_by_sentence.setdefault(answer.say, []).append(answer.argument.title)
-    sentences += [f"{' and '.join(titles)}: {say}" for say, titles in titles_by_sentence.items()]
-    return "; ".join(sentences)
-
-
-def _one_value_each(answers: Iterable[Answer]) -> list[str]:
+def _one_value_each(answers: Iterable[tuple[Argument, Advice]]) -> list[str]:
     """What to give for several arguments. Of two values for a key, one that was given counts more than our own."""
-    pair_by_key: dict[str, str] = {}
-    for answer in answers:
-        for pair in answer.give:
-            key, _, value = pair.partition("=")
-            if key not in pair_by_key or value == answer.argument.value:
-                pair_by_key[key] = pair
-    return [*pair_by_key.values()]
+    value_by_key: dict[str, str] = {}
+    for argument, advice in answers:
+        for key, value in pairs_in(advice.give).items():
+            if key not in value_by_key or value == argument.value:
+                value_by_key[key] = value
+    return [f"{key}={value}" for key, value in value_by_key.items()]
+
+
+def _has_plugins(group: str) -> bool:
+    """Whether a plugin has registered a choice of a group."""
+    return any(not kind.__module__.startswith("engine.") for kind in CHOICES.get(group, {}).values())
 
 
 def _last(key: str) -> str:
@@ -350,7 +322,7 @@ def no_such(group: str, choice: str, names: Iterable[str]) -> str:
     if same:
         return f"{sentence}; give {group}={same[0]}"
     candidates = [name for name in names if name.startswith(choice)] or names
-    advice = None if LOADED else advice_about(f"no_such_{group}", choice, ())  # about the choices of ours
+    advice = None if _has_plugins(group) else advice_about(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, candidates, n=5)
     if not nearest and (advice is None or len(candidates) < 8):
         nearest = difflib.get_close_matches(choice, candidates, n=5, cutoff=0)

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,13 @@ import yaml  # type: ignore[import-untyped]
 ALONE = "alone"  # the name of an argument without =
 SLIP = "slip"  # the name of an argument with a value that its key cannot take
 PLUGIN = "a plugin adds it: docs/extending.md"
-ANY = re.compile(".*", re.DOTALL)
+
+
+class Advice(NamedTuple):
+    """What to give instead of an argument."""
+
+    give: str  # one or more key=value of ours; "": there is none, and `say` says more
+    say: str  # a sentence
 
 
 class Entry(NamedTuple):
@@ -21,54 +28,44 @@ class Entry(NamedTuple):
 
     word: tuple[str, ...]
     value: re.Pattern[str] | None  # None: any
-    give: str | None = None
+    keys: frozenset[str]  # of a command that it is for: those in `give`, and `needs`
+    give: str = ""
     say: str = ""
-    needs: str | None = None  # a key
     program: str = ".*"
-    beside: str | None = None
-    unit: str | None = None
+    beside: str = ".*"
+    unit: str = ""
 
-    def match(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
-        """The match of an argument's value; None if this entry has no advice for a command with these keys."""
-        if self.needs is not None and self.needs not in keys:
+    def advice(self, value: str, keys: Collection[str]) -> Advice | None:
+        """The advice about an argument with this value; None if there is none for a command with these keys."""
+        if not self.keys.issubset(keys) or not re.fullmatch(self.program, program()):
             return None
-        if self.give is not None and not keys_of(self.give).issubset(keys):
+        if not any(re.fullmatch(self.beside, word) for word in sys.argv):
             return None
-        if name in keys and self.value is None:
-            return None  # the command's own key
-        if self.beside is not None and not any(re.fullmatch(self.beside, word) for word in sys.argv):
+        match = self.value.fullmatch(value) if self.value else re.fullmatch("(?s).*", value)
+        if match is None:
             return None
-        if self.program != ".*" and not re.fullmatch(self.program, program()):
-            return None
-        return (self.value or ANY).fullmatch(value)
-
-
-class Advice(NamedTuple):
-    """Our words for another program's."""
-
-    give: str | None  # None: `say` says more
-    say: str  # a sentence
+        give = _filled_in(self.give, match)
+        return Advice(give, f"give {give}" if give else _filled_in(self.say, match))
 
 
 @cache
-def entries() -> list[Entry]:
-    """The entries of words.yaml, in order."""
+def entries() -> Mapping[str, list[Entry]]:
+    """{word: the entries of words.yaml about it, in order}"""
     text = Path(__file__).with_suffix(".yaml").read_bytes()
-    parsed = []
+    entries_by_word = defaultdict(list)
     for fields in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # in C if possible: it is long
-        pattern = fields.pop("is", None)
-        value = None if pattern is None else re.compile(pattern, re.IGNORECASE)
-        parsed.append(Entry(tuple(fields.pop("word").split()), value, **fields))
-    return parsed
+        words = tuple(fields.pop("word").split())
+        value = re.compile(fields.pop("is"), re.IGNORECASE) if "is" in fields else None
+        needed = fields.pop("needs", "").split()
+        entry = Entry(words, value, frozenset([*needed, *pairs_in(fields.get("give", ""))]), **fields)
+        for word in words:
+            entries_by_word[word].append(entry)
+    return entries_by_word
 
 
-@cache
-def _by_word() -> dict[str, list[Entry]]:
-    by_word: dict[str, list[Entry]] = {}
-    for entry in entries():
-        for word in dict.fromkeys(entry.word):
-            by_word.setdefault(word, []).append(entry)
-    return by_word
+def pairs_in(give: str) -> dict[str, str]:
+    """{"optim": "sgd", "optim.lr": "0.1"} of "optim=sgd optim.lr=0.1". Values may have spaces."""
+    return dict(re.findall(r"([\w.]+)=(.*?)(?= [\w.]+=|$)", give, re.DOTALL))
 
 
 @cache
@@ -77,36 +74,14 @@ def _entries_of(name: str, patterns: bool) -> list[Entry]:
     parts = name.split(".")
     words = [".".join(parts[start:]) for start in range(len(parts))]
     if patterns:
-        words += [word for word in _by_word() if "*" in word and fnmatchcase(name, word)]
-    return [entry for word in words for entry in _by_word().get(word, ())]
-
-
-def keys_of(give: str) -> set[str]:
-    """{"optim", "optim.lr"} of "optim=sgd optim.lr=0.1"."""
-    return {word.partition("=")[0] for word in give.split(" ")}
+        words += [word for word in entries() if "*" in word and fnmatchcase(name, word)]
+    return [entry for word in words for entry in entries().get(word, ())]
 
 
 def corrected_values(value: str) -> Iterator[str]:
     """What may be meant by a value that its key cannot take: 0.5 by 50%."""
-    for entry in _by_word()[SLIP]:
-        assert entry.value is not None and entry.give is not None, entry
-        match = entry.value.fullmatch(value)
-        if match:
-            yield _with_ratio(match.expand(entry.give))
-
-
-def _with_ratio(text: str) -> str:
-    """Text with 0.5 in place of 512/1024, if that is its only or last value; a ratio to 0 stays."""
-    ratio = re.search(r"(?:^|(?<==))(\d+(?:\.\d+)?)/(\d+)$", text)
-    if ratio is None or int(ratio[2]) == 0:
-        return text
-    return f"{text[: ratio.start()]}{float(ratio[1]) / int(ratio[2]):g}"
-
-
-def _with_rest(text: str) -> str:
-    """Text with {rest} filled in, what the other share in its list leaves of 1: [0.25,{rest}] becomes [0.25,0.75]."""
-    share = re.search(r"[\[,](0?\.\d+)[\],]", text)
-    return text.replace("{rest}", f"{1 - float(share[1]):g}") if share else text
+    advice = (entry.advice(value, ()) for entry in entries()[SLIP])
+    return (correction.give for correction in advice if correction)
 
 
 def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
@@ -114,32 +89,31 @@ def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = 
 
     `keys`: of the command. `patterns`: also by words with a *.
     """
-    is_ours = name in keys
-    word = name if is_ours else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
-    for entry in _entries_of(word, patterns):
-        if is_ours and word not in entry.word:
-            continue  # it is about the last part of our key's name, in other programs
-        match = entry.match(word, value, keys)
-        if match is None:
-            continue
-        if entry.give is None:
-            return Advice(None, _filled_in(entry.say, match, value))
-        text = _with_rest(_filled_in(entry.give, match, value))
-        text = _with_ratio(text) if "/" in entry.give else text  # not in a folder such as 2024/05
-        if text == f"{name}={value}":
-            continue
-        our_key, _, our_value = text.partition("=")
-        better_advice = None
-        if our_key != name and " " not in text:  # a single pair: there may be advice about its value, too
-            better_advice = advice_about(our_key, our_value, keys)
-        return better_advice or Advice(text, f"give {text}")
-    return None
+    if name in keys:  # other programs may use its last part, or another value, for something else
+        about_name = [entry for entry in entries().get(name, ()) if entry.value]
+    else:
+        about_name = _entries_of(re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_")), patterns)
+    candidates = (entry.advice(value, keys) for entry in about_name)
+    first = next((advice for advice in candidates if advice and advice.give != f"{name}={value}"), None)
+    pairs = pairs_in(first.give) if first else {}
+    if len(pairs) == 1 and name not in pairs:  # there may be advice about its value, too
+        return advice_about(*pairs.popitem(), keys) or first
+    return first
 
 
-def _filled_in(template: str, match: re.Match[str], value: str) -> str:
-    """An entry's `give` or `say` about an argument's value."""
+def _filled_in(template: str, match: re.Match[str]) -> str:
+    """An entry's `give` or `say` about an argument whose value it has matched."""
     text = match.expand(template) if "\\" in template else template  # `expand` takes long
-    return text.replace("{value}", value or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
+    text = text.replace("{value}", match[0] or "…").replace("{program}", program()).replace("{plugin}", PLUGIN)
+    return re.sub(r"\{([\d.]+)([-/])([\d.]+)\}", _computed, text)
+
+
+def _computed(term: re.Match[str]) -> str:
+    """0.75 for {1-0.25}, 2 for {1024/512}; a division by zero stays."""
+    left, right = float(term[1]), float(term[3])
+    if term[2] == "-":
+        return f"{left - right:g}"
+    return f"{left / right:g}" if right else term[0].strip("{}")
 
 
 def program() -> str:

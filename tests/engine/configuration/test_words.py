@@ -15,7 +15,7 @@ from engine.configuration.choices import choices, groups_in
 from engine.configuration.command_line import SCHEMAS
 from engine.configuration.messages import Messages
 from engine.configuration.texts import fits
-from engine.configuration.words import ALONE, SLIP, advice_about, entries, keys_of
+from engine.configuration.words import ALONE, SLIP, Advice, advice_about, entries, pairs_in
 from engine.schema import keys
 from engine.schema.keys import CHOICES, declared_in
 from engine.schema.segmentation import Loss, SegmentationRun
@@ -25,6 +25,7 @@ from tests.engine.configuration.test_command_line import COMMANDS as MODULES
 for module in MODULES.values():
     importlib.import_module(module)  # declares the command
 COMMANDS = {name: SCHEMAS[name] for name in MODULES} | {"plan_memory": SegmentationRun}
+ENTRIES = [entry for of_word in entries().values() for entry in of_word]  # with several words: several times
 VALUES = (
     "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN DIR/x "
     "RUN/checkpoints/last.pt RUN/last.ckpt last.pt [512,1024] 512x1024 512x512 [3,224,224] [3,224,256] checkpointing "
@@ -42,35 +43,35 @@ VALUES = (
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
+def answers() -> dict[tuple[str, str, str], Advice]:
     """{(command, word, value): the advice}, of every word in words.yaml and the values above that its entries take."""
     advice_by_word, program = {}, sys.argv[0]
     for command, schema in COMMANDS.items():
         sys.argv[0] = f"{command}.py"
         keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
-        for entry in entries():
-            values = [value for value in VALUES if entry.value is None or entry.value.fullmatch(value)]
-            for word, value in itertools.product(entry.word, values[:2] if entry.value is None else values):
-                if advice := advice_about(word, value, keys):
-                    advice_by_word[command, word, value] = advice
+        for word, about_word in entries().items():
+            for entry in about_word:
+                values = [value for value in VALUES if entry.value.fullmatch(value)] if entry.value else VALUES[:2]
+                for value in values:
+                    if advice := advice_about(word, value, keys):
+                        advice_by_word[command, word, value] = advice
     sys.argv[0] = program
     return advice_by_word
 
 
 def test_every_word_is_answered(answers):
     answered = {word for _, word, _ in answers}
-    words = {word for entry in entries() if entry.word != (SLIP,) for word in entry.word}
-    assert sorted(words - answered) == []
+    assert sorted(entries().keys() - {SLIP} - answered) == []
 
 
 def test_every_entry_is_reached(answers):
     """An entry that others above it hide is as good as none. A group's value may change what it gives."""
-    texts = [f"{give or ''} {text}" for give, text in answers.values()]
-    fixed = [
+    texts = [f"{give} {text}" for give, text in answers.values()]
+    fixed = {
         re.split(r"\\|\{", entry.give or entry.say)[0]
-        for entry in entries()
-        if entry.word != (SLIP,) and not entry.beside
-    ]
+        for entry in ENTRIES
+        if entry.word != (SLIP,) and entry.beside == ".*"
+    }
     assert [text for text in fixed if not any(text in answer for answer in texts)] == []
 
 
@@ -79,7 +80,7 @@ def test_keys_and_choices_that_are_advised_exist(answers):
     declared = {command: declared_in(schema) for command, schema in COMMANDS.items()}
     choices_of, groups_of = functools.cache(choices), functools.cache(groups_in)
     for (command, word, value), (give, _) in answers.items():
-        for key, _, advised in (pair.partition("=") for pair in (give or "").split()):
+        for key, _, advised in (pair.partition("=") for pair in give.split()):
             if advised == "null" or advised in value or key not in declared[command]:
                 continue
             allowed = declared[command][key].metadata.get("one_of")
@@ -149,15 +150,14 @@ def hidden_keys(command, schema, monkeypatch) -> set[str]:
         for word, value in itertools.product(names, values):
             if advice_about(word, value, messages.keys) is None:
                 continue
-            nearest = messages._nearest_keys(word, value)
-            give, _ = messages._advice(Argument(f"{word}={value}", word, value), nearest) or (f"{word}=", "")
-            if last not in {our_key.rpartition(".")[2] for our_key in keys_of(give or "")}:
+            give, _ = messages._advice(Argument(f"{word}={value}", word, value)) or (f"{word}=", "")
+            if last not in {our_key.rpartition(".")[2] for our_key in pairs_in(give)}:
                 hidden.add(word)
     return hidden
 
 
-def test_keys_of_several_words():
-    assert keys_of("data.crop_size=512 data.crop_aspect=2") == {"data.crop_size", "data.crop_aspect"}
+def test_pairs_of_several_words():
+    assert pairs_in("data.root=my images data.flip=0") == {"data.root": "my images", "data.flip": "0"}
     assert advice_about(ALONE, "last.pt", {"checkpoint"}) == ("checkpoint=last.pt", "give checkpoint=last.pt")
 
 
@@ -249,8 +249,6 @@ def test_every_word_for_a_rate_a_share_or_a_size_names_its_unit():
         r"batch_size|head\.auxiliary_weight)=(\{|\\)"
     )
     rates = [
-        entry
-        for entry in entries()
-        if not re.match(r"slip|alone|data\.", entry.word[0]) and measured.match(entry.give or "")
+        entry for entry in ENTRIES if not re.match(r"slip|alone|data\.", entry.word[0]) and measured.match(entry.give)
     ]
     assert len(rates) > 20 and [entry.word for entry in rates if not entry.unit] == []
