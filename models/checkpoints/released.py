@@ -17,6 +17,7 @@ from models.checkpoints.released_files import released_file
 EPS = 1e-5  # of the released layers, in the variance and in the scale
 SCALES = ("released", "raw")
 PARTS = ("body", "head", "cls")  # of a segmentation file
+WRAPPER = re.compile(r"^((?:body|head|cls)\.)?module\.")  # which the release writes
 # In very old files a norm was a module with another one inside, "bn".
 OLD_LEVEL = re.compile(r"(^|\.)(bn\d*|bn_out|\w+_bn)\.bn\.")
 
@@ -128,18 +129,15 @@ def _scale_of(path: Path, name: str, scale: str | None, otherwise: str | None, k
     )
 
 
-def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
+def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The tensors of either layout under our names, and remarks about them. ValueError for another layout."""
     state, remarks = state_dict_in(content)
     if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
-        tensors: dict[str, Tensor] = {}
-        for part in PARTS:
-            part_tensors, part_remarks = _under_our_names(state[part])
-            tensors |= {f"{part}.{key}": tensor for key, tensor in part_tensors.items()}
-            remarks += part_remarks
-        state = tensors
-    elif isinstance(state, Mapping):
-        state, name_remarks = _under_our_names(state)
+        state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in state[part].items()}
+    if isinstance(state, Mapping):
+        unprefixed = {WRAPPER.sub(r"\1", str(key)): tensor for key, tensor in state.items()}
+        unwrapped_tensors, name_remarks = unwrapped(unprefixed, PARTS)
+        state = {OLD_LEVEL.sub(r"\1\2.", key): tensor for key, tensor in unwrapped_tensors.items()}
         remarks += name_remarks
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         actual = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
@@ -151,14 +149,7 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
         architecture_of(body_of(state))
     except ValueError as error:
         raise ValueError(f"{name} is not of a network of the release: {error}") from error
-    return state, list(dict.fromkeys(remarks))  # each once
-
-
-def _under_our_names(tensors: Mapping) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Names without wrappers' prefixes (the release writes module.) and without the old level; and remarks."""
-    unprefixed = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
-    unwrapped_tensors, remarks = unwrapped(unprefixed, PARTS)
-    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in unwrapped_tensors.items()}, remarks
+    return state, remarks
 
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
