@@ -49,7 +49,9 @@ def case(
 
 
 def double(kept: BackwardInputs) -> BackwardInputs:
-    return BackwardInputs(*(value.double() if isinstance(value, Tensor) else value for value in kept))
+    gamma, beta, *rest = kept.affine
+    tensors = kept._replace(affine=Affine(gamma.double(), beta.double(), *rest))
+    return BackwardInputs(*(value.double() if isinstance(value, Tensor) else value for value in tensors))
 
 
 def keep(case: Case, tensor_name: str, eps: float = 1e-5) -> BackwardInputs:
@@ -59,12 +61,12 @@ def keep(case: Case, tensor_name: str, eps: float = 1e-5) -> BackwardInputs:
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
     zero, unit_scale = torch.zeros_like(gamma), torch.ones_like(gamma)
     if tensor_name == "z":
-        return BackwardInputs(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
+        return BackwardInputs(z.to(x.dtype), True, beta, 1 / gamma, case.affine, invstd)
     if tensor_name == "x":
-        return BackwardInputs(x, False, mean, invstd, gamma, beta, invstd, activation)
+        return BackwardInputs(x, False, mean, invstd, case.affine, invstd)
     nothing = Affine(unit_scale.double(), zero.double(), Activation("identity"))
     x_hat = EAGER.normalise(x.double(), mean.double(), invstd.double(), nothing)
-    return BackwardInputs(x_hat.to(x.dtype), False, zero, unit_scale, gamma, beta, invstd, activation)
+    return BackwardInputs(x_hat.to(x.dtype), False, zero, unit_scale, case.affine, invstd)
 
 
 def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
@@ -92,13 +94,13 @@ def assert_backward(backend: Backend, case: Case, kept: BackwardInputs, dz: Tens
     """Errors are relative to the terms that a result sums up. Returns the gradients of x, gamma and beta."""
     dz = case.dz if dz is None else dz
     dimensions = [d for d in range(dz.dim()) if d != 1]
-    size, unit = dz.double().abs(), _unit(kept.gamma)
+    size, unit = dz.double().abs(), _unit(kept.affine.gamma)
     wanted_dx, wanted_dgamma, wanted_dbeta = EAGER.backward(double(kept), dz.double())
     dx, dgamma, dbeta = backend.backward(kept, dz)
     assert (dx.dtype, dx.shape, dx.stride()) == (kept.values.dtype, kept.values.shape, kept.values.stride())
     assert_close(dbeta, wanted_dbeta, 2e-6 * unit, size.sum(dimensions))
     assert_close(dgamma, wanted_dgamma, 1e-5 * unit, size.sum(dimensions) * 4)
-    scale = (kept.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
+    scale = (kept.affine.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
     assert_close(dx, wanted_dx, TOLERANCES[dx.dtype], scale)
     return dx, dgamma, dbeta
 
@@ -107,7 +109,7 @@ def assert_pieces(backend: Backend, case: Case, kept: BackwardInputs) -> None:
     """`backward` is right, and `sums` and `input_gradient` make it up."""
     dx, dgamma, dbeta = assert_backward(backend, case, kept)
     sums = backend.sums(kept, case.dz)
-    tolerance = 1e-5 * _unit(kept.gamma)
+    tolerance = 1e-5 * _unit(kept.affine.gamma)
     torch.testing.assert_close(sums, (dbeta, dgamma), rtol=tolerance, atol=tolerance)
     count = case.dz.numel() // case.dz.shape[1]
     pieces = backend.input_gradient(kept, case.dz, *(total / count for total in sums))

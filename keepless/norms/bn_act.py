@@ -111,8 +111,8 @@ class BatchNormActivation(torch.autograd.Function):
         dz = dz.contiguous() if is_misread(dz) else dz
         if not dz.numel():  # PyTorch's kernels divide by the number of values
             dx = torch.empty_like(kept.values)
-            dgamma = torch.zeros_like(kept.gamma)
-            dbeta = torch.zeros_like(kept.beta)
+            dgamma = torch.zeros_like(kept.affine.gamma)
+            dbeta = torch.zeros_like(kept.affine.beta)
             if ctx.arguments.group is not None:
                 joint_sums((dbeta, dgamma), ctx.arguments.group)  # the other ranks need this one
         elif not ctx.arguments.use_batch_statistics:
@@ -242,9 +242,8 @@ def backward_inputs_of(node: Any, saved: Sequence[Tensor] | None = None) -> Back
     else:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
         factor = floored(gamma, strategy.gamma_floor).reciprocal()
-    vectors = (offset, factor, gamma, beta, invstd)
-    options = (node.arguments.activation, strategy.recover_x_hat, None, floor)
-    return BackwardInputs(values, strategy.keep == "z", *vectors, *options)
+    affine = Affine(gamma, beta, node.arguments.activation, floor)
+    return BackwardInputs(values, strategy.keep == "z", offset, factor, affine, invstd, strategy.recover_x_hat)
 
 
 def recompute_output(node: Any, saved: Sequence[Tensor] | None = None) -> Tensor:

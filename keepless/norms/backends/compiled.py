@@ -57,12 +57,13 @@ class CompiledBackend(Backend):
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         settings, tensors = _x_hat_arguments(kept, dz)
-        dx = run_formula(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
+        scale = kept.affine.gamma * kept.invstd
+        dx = run_formula(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, scale, *tensors)
         return from_blocks(dx, kept.values)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         settings, tensors = _x_hat_arguments(kept, dz)
-        dx, dgamma, dbeta = run_formula(formulas.backward, settings, kept.gamma * kept.invstd, *tensors)
+        dx, dgamma, dbeta = run_formula(formulas.backward, settings, kept.affine.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values), dgamma, dbeta
 
 
@@ -181,5 +182,5 @@ def _x_hat_arguments(kept: BackwardInputs, dz: Tensor) -> tuple[Settings, tuple[
     assert kept.factor is not None  # it is None only for backends that floor gamma
     values, axis = as_blocks(kept.values)
     dz = (dz if axis == 2 else dz.movedim(1, -1)).reshape(values.shape).contiguous()
-    settings = Settings(axis, kept.activation, is_output=kept.is_output)
-    return settings, (values, dz, kept.offset, kept.factor, kept.gamma, kept.beta)
+    settings = Settings(axis, kept.affine.activation, is_output=kept.is_output)
+    return settings, (values, dz, kept.offset, kept.factor, kept.affine.gamma, kept.affine.beta)

@@ -37,7 +37,7 @@ class EagerBackend(Backend):
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         x_hat, dy = _x_hat_and_dy(kept, dz)
         dx = dy - per_channel(mean_dy, dy) - x_hat * per_channel(mean_dy_x_hat, dy)
-        return dx.mul_(per_channel(kept.gamma * kept.invstd, dy)).to(dz.dtype)
+        return dx.mul_(per_channel(kept.affine.gamma * kept.invstd, dy)).to(dz.dtype)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """PyTorch's batch normalisation backward, with u as the input, offset as the mean and factor as invstd.
@@ -52,7 +52,7 @@ class EagerBackend(Backend):
             u = (u - per_channel(offset, u)).mul_(per_channel(factor, u)).to(dy.dtype)
             offset = torch.zeros_like(offset)
             factor = torch.ones_like(factor)
-        weight = kept.gamma if factor is kept.invstd else (kept.gamma * kept.invstd).div_(factor)
+        weight = kept.affine.gamma if factor is kept.invstd else (kept.affine.gamma * kept.invstd).div_(factor)
         return torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, None, None, offset, factor, True, 0.0, [True, True, True]
         )
@@ -63,8 +63,8 @@ class EagerBackend(Backend):
         Its dL/dgamma lacks the factor, and it scales dL/dx only by the weight.
         """
         u, dy = _u_and_dy(kept, dz)
-        weight = kept.gamma * kept.invstd
-        ones = torch.ones_like(kept.gamma)
+        weight = kept.affine.gamma * kept.invstd
+        ones = torch.ones_like(kept.affine.gamma)
         none = weight.new_empty(0)  # what the operator itself saves in eval mode; channels_last on CUDA needs tensors
         dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, kept.offset, ones, none, none, False, 0.0, [True, True, True]
@@ -121,14 +121,14 @@ def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
     """u of `BackwardInputs` and dL/dy (Algorithm 2, lines 2 and 3), in the dtype of dz."""
     if kept.is_output:
         z = kept.values
-        u = invert_activation(kept.activation, z)
+        u = invert_activation(kept.affine.activation, z)
     elif kept.output is not None:
         z = kept.output
         u = kept.values
     else:
         u = kept.values
         z = EagerBackend().normalise(u, kept.offset, _factor(kept), kept.affine)
-    return u, activation_backward(kept.activation, z, dz)
+    return u, activation_backward(kept.affine.activation, z, dz)
 
 
 def _x_hat_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:

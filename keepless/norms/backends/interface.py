@@ -43,25 +43,17 @@ class BackwardInputs(NamedTuple):
     is_output: bool  # values are z
     offset: Tensor  # (C,), as are all below
     factor: Tensor | None  # None: 1 / floored(gamma); never where `Backend.floors_gamma` is False
-    gamma: Tensor
-    beta: Tensor
+    affine: Affine
     invstd: Tensor
-    activation: Activation
     recover_x_hat: bool = False  # variant I: form x_hat as a tensor; fused backends ignore this
     output: Tensor | None = None  # z, if values are not z and it was already recomputed; may be ignored
-    floor: float = 0.0  # smallest |gamma|, as in `Affine`
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.gamma, self.beta, self.activation, self.floor)
 
     def with_floored_gamma(self) -> "BackwardInputs":
         """The same with gamma floored, and the factor as a tensor."""
         if self.factor is not None:
             return self
-        gamma = floored(self.gamma, self.floor)
-        vectors = (self.offset, gamma.reciprocal(), gamma, self.beta, self.invstd)
-        return BackwardInputs(self.values, self.is_output, *vectors, self.activation, self.recover_x_hat, self.output)
+        affine = self.affine.with_floored_gamma()
+        return self._replace(factor=affine.gamma.reciprocal(), affine=affine)
 
 
 class Running(NamedTuple):
@@ -166,7 +158,7 @@ class FusedShapes(Backend):
         return x if overwrite else torch.empty_like(x)
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(kept.beta), torch.empty_like(kept.beta)
+        return torch.empty_like(kept.affine.beta), torch.empty_like(kept.affine.beta)
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         return torch.empty_like(kept.values)

@@ -717,25 +717,25 @@ class TritonBackend(Backend):
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        launch = _sums_launch(_key(kept.values), kept.activation.name, kept.is_output)
+        launch = _sums_launch(_key(kept.values), kept.affine.activation.name, kept.is_output)
         partials = _partial_sums(launch, kept, _in_format_of(kept.values, dz))
-        parts = partials.view(2, -1, len(kept.beta))
+        parts = partials.view(2, -1, len(kept.affine.beta))
         dbeta, dgamma = parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        launch = _gradient_launch(_key(kept.values), kept.activation.name, kept.is_output)
+        launch = _gradient_launch(_key(kept.values), kept.affine.activation.name, kept.is_output)
         dx = torch.empty_like(kept.values)
         vectors = (*_vectors(kept), kept.invstd, mean_dy, mean_dy_x_hat, None, None, None)
         launch((kept.values, _in_format_of(kept.values, dz), dx, *vectors), _floats(kept))
         return dx
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = _backward_launches(_key(kept.values), kept.activation.name, kept.is_output)
+        first, second = _backward_launches(_key(kept.values), kept.affine.activation.name, kept.is_output)
         dz = _in_format_of(kept.values, dz)
         dx = torch.empty_like(kept.values)
-        dgamma = torch.empty_like(kept.beta)
-        dbeta = torch.empty_like(kept.beta)
+        dgamma = torch.empty_like(kept.affine.beta)
+        dbeta = torch.empty_like(kept.affine.beta)
         partials = None if first is None else _partial_sums(first, kept, dz)
         vectors = (*_vectors(kept), kept.invstd, None, None, partials, dbeta, dgamma)
         second((kept.values, dz, dx, *vectors), _floats(kept))
@@ -748,18 +748,18 @@ def _are_contiguous(running: Running) -> bool:
 
 
 def _partial_sums(launch: Launch, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = kept.beta.new_empty(launch.partials)
+    partials = kept.affine.beta.new_empty(launch.partials)
     launch((kept.values, dz, *_vectors(kept), partials), _floats(kept))
     return partials
 
 
 def _vectors(kept: BackwardInputs) -> tuple[Tensor | None, ...]:
     """The arguments of `_load_vectors`."""
-    return kept.offset, kept.factor, kept.gamma, kept.beta
+    return kept.offset, kept.factor, kept.affine.gamma, kept.affine.beta
 
 
 def _floats(kept: BackwardInputs) -> tuple[float, float]:
-    return kept.floor, float(kept.activation.param)
+    return kept.affine.floor, float(kept.affine.activation.param)
 
 
 def _in_format_of(values: Tensor, dz: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_traced_into_an_outer_graph(layout):
 
     def step(backend, x, dz, gamma, beta, overwrite):
         z, mean, invstd = backend.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, overwrite)
-        kept = BackwardInputs(z, True, beta, gamma.reciprocal(), gamma, beta, invstd, LEAKY)
+        kept = BackwardInputs(z, True, beta, gamma.reciprocal(), Affine(gamma, beta, LEAKY), invstd)
         return z, *backend.backward(kept, dz)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
