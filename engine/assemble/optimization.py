@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from datasets import minibatches_per_epoch
@@ -27,7 +27,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     if optimizer.defaults.get("dampening"):  # the first gradient is not dampened, but would be with the momentum below
         for group in (optimizer.defaults, *optimizer.param_groups):
             group["fused"] = False
-    if optimizer.defaults.get("fused") and not optimizer.param_groups[0]["params"][0].is_meta:
+    if isinstance(optimizer, SGD) and optimizer.defaults["fused"]:
         _start_momentum(optimizer)
     return optimizer
 
@@ -62,34 +62,15 @@ def _check_methods(optimizer: Optimizer, name: str) -> None:
         raise ValueError(f"optim={name}: {lacks}, {advice}")
 
 
-def _start_momentum(optimizer: Any) -> None:
+def _start_momentum(optimizer: SGD) -> None:
     """Give a fused SGD's parameters a momentum of zero.
 
     Later its kernel would leave momentum uninitialised if it skips the first step, and PyTorch would refuse a parameter
     that gets its first gradient after others.
     """
-    optimizer.found_inf = torch.ones((), dtype=torch.float32)  # the flag that skips this step
-    optimizer.grad_scale = None
-    for state in states_after_a_step(optimizer).values():
-        if "momentum_buffer" in state:
-            state["momentum_buffer"].zero_()
-    del optimizer.found_inf, optimizer.grad_scale
-
-
-def states_after_a_step(optimizer: Optimizer) -> dict[Any, Any]:
-    """The states in an optimiser's state dict after a step with zeros for weights and gradients. The weights stay."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    weights = [parameter.data for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.data = torch.zeros_like(parameter)
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    finally:
-        for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.data = weight
-            parameter.grad = None
-    return optimizer.state_dict()["state"]
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def lr_schedule(

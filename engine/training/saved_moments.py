@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.assemble.optimization import states_after_a_step
-
 OF_THE_RUN = ("params", "param_names", "lr", "initial_lr")  # entries of a group that do not come from the checkpoint
 
 
@@ -30,7 +28,7 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         for group, saved_group in zip(current["param_groups"], saved["param_groups"], strict=True)
     ]
     initialised = current["state"].keys()  # before the first step; others get a state with their first gradient
-    expected = current["state"] if {*range(len(names))} <= initialised else states_after_a_step(optimizer)
+    expected = current["state"] if {*range(len(names))} <= initialised else _states_after_a_step(optimizer)
     states = {**saved["state"]}
     for number, name in enumerate(names):
         if number in states or number in initialised:
@@ -39,6 +37,22 @@ def load_moments(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     for number, entry in optimizer.state_dict()["state"].items():
         if number in range(len(names)):
             entry.update(states.get(number, {}))  # PyTorch has given whole numbers the parameters' dtype
+
+
+def _states_after_a_step(optimizer: Optimizer) -> dict[Any, Any]:
+    """The states in an optimiser's state dict after a step with zeros for weights and gradients. The weights stay."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weights = [parameter.data for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.data = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+            parameter.grad = None
+    return optimizer.state_dict()["state"]
 
 
 def _fitted_state(saved: Mapping[str, Any], expected: Mapping[str, Any], parameter: str) -> dict[str, Any]:
