@@ -69,7 +69,9 @@ class LRSchedule:
     called_with: ClassVar[tuple[str, ...]] = ("optimizer", "steps", "steps_per_epoch", "warmup")
 
     def check(self) -> None:
-        _refuse_both("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
+        if self.warmup_epochs is not None and self.warmup_steps is not None:
+            warmups = f"lr_schedule.warmup_epochs={self.warmup_epochs} and lr_schedule.warmup_steps={self.warmup_steps}"
+            raise ValueError(f"{warmups}: give null for one of them")
 
 
 @choice("lr_schedule")
@@ -106,16 +108,11 @@ class MultiStep(LRSchedule):
 
     def check(self) -> None:
         super().check()
-        _refuse_both("epochs", self.epochs, "steps", self.steps)
+        if self.epochs is not None and self.steps is not None:
+            falls = f"lr_schedule.epochs={self.epochs} and lr_schedule.steps={self.steps}"
+            raise ValueError(f"{falls}: give null for one of them")
         if self.epochs is None and self.steps is None:
             raise ValueError("lr_schedule.epochs and lr_schedule.steps are both null: give one of them")
         for name, values in (("epochs", self.epochs), ("steps", self.steps)):
             if values is not None and sorted(set(values)) != values:
                 raise ValueError(f"lr_schedule.{name}={values}: expected rising numbers")
-
-
-def _refuse_both(first: str, first_value: object, second: str, second_value: object) -> None:
-    """Raise ValueError if two keys of `lr_schedule` that exclude each other are both given."""
-    if first_value is not None and second_value is not None:
-        conflict = f"lr_schedule.{first}={first_value} and lr_schedule.{second}={second_value}"
-        raise ValueError(f"{conflict}: give null for one of them")
