@@ -1,6 +1,6 @@
 """Keys of the network: norm, body and head."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from omegaconf import MISSING
@@ -37,18 +37,19 @@ class Norm:
     to_share: ClassVar[str] = "norm=inplace norm.sync=true"  # keys by which processes share statistics
     sync = False  # whether they do; a key of norms that can
     momentum = MOMENTUM  # a key of norms that have running statistics
+    backend = "eager"  # a key of ours
 
     def compiles(self, device_type: str) -> bool:
         """Whether it may compile code for its first inputs. (On CUDA Triton's kernels take a second.)"""
-        return False
+        return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")
 
     def eager(self) -> "Norm":
         """The same norm, in a form that compiles nothing."""
-        return self
+        return self if self.backend == "eager" else self.as_kind(type(self), backend="eager")
 
     def fused(self) -> "Norm":
         """The same norm, as it runs on CUDA: for a plan, made on a CPU, of how much it keeps there."""
-        return self
+        return self.as_kind(type(self), backend="compiled") if self.backend == "auto" else self
 
     def as_kind(self, kind: type[AnyNorm], **changes: Any) -> AnyNorm:
         """The norm of another kind with the same options, as far as that has them, and `changes`."""
@@ -81,15 +82,6 @@ class OurNorm(BatchNorm):
             check_activation(activation, self.inverts_activation)
         except ValueError as error:
             raise ValueError(str(error).replace("activation", "norm.activation")) from None
-
-    def compiles(self, device_type: str) -> bool:
-        return self.backend == "compiled" or (self.backend == "auto" and device_type == "cpu")
-
-    def eager(self) -> Norm:
-        return replace(self, backend="eager")
-
-    def fused(self) -> Norm:
-        return replace(self, backend="compiled") if self.backend == "auto" else self
 
 
 @choice("norm")
