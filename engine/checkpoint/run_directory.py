@@ -223,13 +223,9 @@ class RunDirectory:
 
     def _check_configuration(self, state: dict, recorded: TrainingRun, config: TrainingRun, total_steps: int) -> None:
         """ValueError if the run of a checkpoint, with the configuration `recorded`, has another one than `config`."""
-        changed_keys = _changed_keys(recorded, config)
-        if not changed_keys:
+        changes = _changes(recorded, config)
+        if not changes:
             return
-        changes = [
-            f"{key} was {as_text(recorded_value)} and is {as_text(value)}"
-            for key, (recorded_value, value) in changed_keys.items()
-        ]
         listed = "; ".join(changes[:_SHOWN_CHANGES])
         advice = "Give the same values to continue it, or with others"
         if len(changes) > _SHOWN_CHANGES and self.config.is_file():
@@ -300,15 +296,12 @@ class RunDirectory:
         return state
 
 
-def _changed_keys(recorded: TrainingRun, config: TrainingRun) -> dict[str, tuple[object, object]]:
-    """{key: (its recorded value, its value in `config`)} of the keys that differ, and must not in a resumed run."""
+def _changes(recorded: TrainingRun, config: TrainingRun) -> list[str]:
+    """Texts "KEY was … and is …" of each key that differs between two configurations, and must not in a resumed run."""
     recorded_values = values_but(recorded, "free_on_resume")
     values = values_but(config, "free_on_resume")
     keys = recorded_values.keys() | values.keys()
     if {*recorded.plugins} < {*map(name_of, config.plugins)}:  # more, such as a logger's, change nothing
         keys -= {"plugins"}
-    return {
-        key: (recorded_values.get(key), values.get(key))
-        for key in sorted(keys)
-        if recorded_values.get(key) != values.get(key)
-    }
+    changed = (key for key in sorted(keys) if recorded_values.get(key) != values.get(key))
+    return [f"{key} was {as_text(recorded_values.get(key))} and is {as_text(values.get(key))}" for key in changed]
