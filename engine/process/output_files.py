@@ -294,13 +294,8 @@ class WrittenBehind:
             write(content)
 
         self._waiting.append((self._pool.submit(run), byte_count))
-        while self._is_full():
+        while len(self._waiting) > _WRITERS or sum(size for _, size in self._waiting) > _MOST_BYTES:
             self._waiting.popleft()[0].result()
-
-    def _is_full(self) -> bool:
-        """Whether too many contents, or too large ones, wait to be written."""
-        waiting_bytes = sum(byte_count for _, byte_count in self._waiting)
-        return len(self._waiting) > _WRITERS or waiting_bytes > _MOST_BYTES
 
     def __enter__(self) -> "WrittenBehind":
         return self
