@@ -19,7 +19,7 @@ from engine.configuration.command_line import configured
 from engine.schema.keys import key, quoted
 
 STEPS = "device=cuda starts=1 rounds=20 warm_up=4 crop_size=512"
-NETWORKS = "device=cuda images=128 rounds=10 captured=true compiler=null shares=[.3,.4,.5,.6,.8]"
+NETWORKS = "device=cuda images=128 rounds=10 captured=true shares=[.3,.4,.5,.6,.8]"
 ARM = "python train_seg.py data.root=CAMVID body.weights=WEIGHTS trainer.capture=true trainer.log_every_steps=10 "
 ARM += "experiment=camvid_table3_trained/{0} seed={1} run_dir=OUT/runs/equal_time/{0}_seed{1}"
 TABLE = "python -m scripts.run_table table=camvid_table3_trained runs=OUT/runs overrides=[trainer.capture=true]"

@@ -1,4 +1,4 @@
-"""Measure times and operations of steps; compile a step, capture it as a CUDA graph, or run it in a process."""
+"""Measure times and operations of steps; capture a step as a CUDA graph, or run it in a process."""
 
 from engine.process.start import die_with_parent
 
@@ -13,11 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.rows import Rows
-from keepless.torch_internals import FakeTensorMode, TorchDispatchMode
 
 Step = Callable[[], object]
 PRECISIONS = ("float32", "bfloat16")
@@ -133,41 +131,6 @@ def captured(step: Step) -> Step:
 @functools.cache
 def _pool() -> Any:
     return torch.cuda.graph_pool_handle()
-
-
-def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
-    """Compile a block with torch.compile, for static shapes and as one graph, for which alone the budget holds.
-
-    A budget below 1 refuses blocks that draw random numbers: see `compile_within`.
-    """
-    backend = functools.partial(compile_within, compiler=compiler, budget=budget)
-    return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
-
-
-class _NothingDrawn(TorchDispatchMode):
-    """Refuses operators that draw random numbers."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            names = [argument.name for argument in function._schema.arguments]
-            values = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if "dropout_p" not in names or values.get("dropout_p"):  # without dropout, attention draws nothing
-                raise ValueError(f"{function} draws random numbers: gradients would be wrong on CPUs, so give budget=1")
-        return function(*args, **(kwargs or {}))
-
-
-def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budget: float) -> Callable[..., Any]:
-    """Compile a graph with a backend of `torch.compile` that keeps a share of the activations.
-
-    ValueError: the share is below 1, and the graph draws random numbers (pytorch/pytorch#190758).
-    """
-    if budget < 1:
-        with FakeTensorMode() as fakes, _NothingDrawn():
-            graph(*[fakes.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs])
-    from torch._functorch import config  # `import torch` alone does not load it
-
-    with config.patch(activation_memory_budget=budget):
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
 
 
 def process(threads: int) -> ProcessPoolExecutor:

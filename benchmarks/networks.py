@@ -23,7 +23,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import frame, zoo
-from benchmarks.measuring import PRECISIONS, WARM_UP_STEPS, Step, Steps, autocast, compiled, reason, timed
+from benchmarks.measuring import PRECISIONS, WARM_UP_STEPS, Step, Steps, autocast, reason, timed
 from benchmarks.rows import Rows, compared, medians, ratio_of, without_reasons
 from benchmarks.zoo import NETWORKS, Forward, WithLoss, blocks_of
 from engine.schema.keys import key
@@ -35,9 +35,7 @@ from keepless.torch_internals import is_capturing, tree_flatten, tree_unflatten
 from scripts.reports import charts
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
-ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
-NOT_CAPTURED = (ON_CPU, COMPILED, BUDGET)  # memory on the host; code of a compiler that has graphs of its own
-WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
+ON_CPU = "save_on_cpu"  # no CUDA graph can be captured of it
 Method = Callable[[nn.Module], Forward]  # gives a network's forward pass, and may change the network
 AS_BLOCKS, IN_TIME_OF_BLOCKS = "peak of the checkpoints", "time of the checkpoints"
 LEAST = "the least"
@@ -52,7 +50,6 @@ class NetworksArguments(frame.CapturedArguments):
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=PRECISIONS)  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the baseline's peak: budgets
-    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
     # Before a step, zeroed in place (kept), or freed, as zero_grad() does: then all bytes, also those of budgets, are
     # with those that have come.
     gradients: str = key("kept", one_of=("kept", "freed"))
@@ -66,16 +63,13 @@ def training_step(network: nn.Module, inputs: Tensor, precision: str, frees: boo
     loss.backward()
 
 
-def methods_of(name: str, network: nn.Module, device: str, compiler: str | None) -> dict[str, Method]:
+def methods_of(network: nn.Module, device: str) -> dict[str, Method]:
     """The methods that apply to a network."""
     methods: dict[str, Method] = {PLAIN: lambda network: network, RECOMPUTED: recompute_activations}
     if blocks_of(network):
         methods[BLOCKS] = by_blocks
     if device == "cuda":
         methods[ON_CPU] = lambda network: partial(_saved_on_cpu, network)
-    if compiler is not None and name in WITH_COMPILER:
-        for method, budget in {COMPILED: 1.0, BUDGET: 0.5}.items():
-            methods[method] = partial(compiled, compiler=compiler, budget=budget)
     return methods
 
 
@@ -141,8 +135,7 @@ def counts_of(
     if method != ON_CPU and "budget_bytes" not in facts:
         with autocast(device, precision):
             row["kept_bytes"] = kept_bytes(network.network, partial(network.run, inputs), [inputs])
-    if method not in (COMPILED, BUDGET):  # a second run of the baseline shows the noise
-        row["deviation"] = deviation(gradients_of(network, inputs, precision), reference)
+    row["deviation"] = deviation(gradients_of(network, inputs, precision), reference)  # of the baseline: the noise
     return row, step
 
 
@@ -163,14 +156,14 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
         reference = gradients_of(WithLoss(plain), inputs, precision)
         frees = arguments.gradients == "freed"
         count = partial(counts_of, inputs=inputs, precision=precision, reference=reference, frees=frees)
-        for method, change in methods_of(name, plain, arguments.device, arguments.compiler).items():
+        for method, change in methods_of(plain, arguments.device).items():
             network = copy.deepcopy(plain)
             steps.add(method, partial(count, WithLoss(network, change(network)), method))
         try:
             within_budgets(arguments, precision, steps, count, plain, inputs)
         except Exception as error:  # e.g. a network without a plan
             steps.rows["budgets"] = {**steps.common, "method": "budgets", "reason": reason(error)}
-        graphs = [method for method in steps.rows if arguments.captured and method not in NOT_CAPTURED]
+        graphs = [method for method in steps.rows if arguments.captured and method != ON_CPU]
         return steps.timed(arguments.rounds, graphs=graphs)
 
 
@@ -235,8 +228,6 @@ STYLES = {  # method: its name in charts.METHOD_COLOURS, and its marker
     RECOMPUTED: ("recomputed", "D"),
     BLOCKS: ("checkpoint", "s"),
     ON_CPU: ("other", "P"),
-    COMPILED: ("compiled", "^"),
-    BUDGET: ("compiled_budget", "v"),
 }
 SHOWN_AS = {PLAIN: "baseline", BLOCKS: "activation checkpointing of every block"}  # in the picture
 DRAWN = "resnet50"

@@ -71,7 +71,7 @@ def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
     plain, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), torch.randn(2, 3, 8, 8)
     steps = measuring.Steps("cpu", "method")
     reference = networks.gradients_of(networks.WithLoss(plain), x, "float32")
-    for method, change in networks.methods_of("", plain, "cpu", None).items():
+    for method, change in networks.methods_of(plain, "cpu").items():
         network = copy.deepcopy(plain)
         trained = networks.WithLoss(network, change(network))
         steps.add(method, partial(networks.counts_of, trained, method, x, "float32", reference))
