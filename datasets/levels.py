@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.reading import ALL_16, Range16, levels_of, pairs_of, stored_values
+from datasets.reading import ALL_16, Range16, levels_of, pairs_of
 from datasets.segmentation import SegmentationDataset
-from datasets.stored import COLOURS, Stored
+from datasets.stored import COLOURS
 from datasets.workers import Progress
 
 _FEW = 64  # levels, a quarter of them
@@ -52,17 +52,9 @@ class Use(NamedTuple):
     clipped: Sequence[float]  # share of the pixels, without such, whose 16-bit values lie outside of range16
 
 
-def use_of(
-    file: Stored, turned: bool, channels: int = COLOURS, range16: Range16 = ALL_16, shallow: bool = False
-) -> Use | None:
-    """How an image uses its values; None for 8 bits unless `shallow`: it would have to be decoded.
-
-    `range16`: see `Use`.
-    """
-    values = stored_values(file, turned, channels, shallow)
-    if values is None:
-        return None
-    planes = zip(np.moveaxis(values, 2, 0), pairs_of(range16, channels), strict=True)
+def use_of(values: np.ndarray, range16: Range16 = ALL_16) -> Use:
+    """How an image uses its values, uint8 or uint16 (H, W, channels). `range16`: see `Use`."""
+    planes = zip(np.moveaxis(values, 2, 0), pairs_of(range16, values.shape[2]), strict=True)
     ranges, clipped = zip(*(_use_of_channel(plane, *pair) for plane, pair in planes), strict=True)
     return Use(8 * values.itemsize, ranges, clipped)
 

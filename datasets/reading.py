@@ -54,8 +54,7 @@ def decode_image(
     """
     stored = _read_if_path(file, photograph=turned or channels != COLOURS)
     is_deep = channels != COLOURS or tuple(range16) != ALL_16
-    levels = _as_levels(decode_values(stored, window, turned, channels, is_deep), range16)
-    return levels if channels == COLOURS else np.ascontiguousarray(levels)
+    return as_levels(decode_values(stored, window, turned, channels, is_deep), range16)
 
 
 def image_size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
@@ -66,21 +65,6 @@ def image_size(file: Stored, turned: bool, channels: int) -> tuple[int, int]:
     if channels != COLOURS or file.format == "array":
         file.check_channels(channels)
     return file.size(turned)
-
-
-def stored_values(file: Stored, turned: bool, channels: int, shallow: bool = False) -> np.ndarray | None:
-    """The values of an image, uint8 or uint16 (H, W, channels); None for 8 bits unless `shallow`.
-
-    ValueError: see `decode_image`.
-    """
-    if file.is_png_or_jpeg:
-        may_have_16_bits = file.png_kind is not None and file.png_kind[0] == 16
-    else:
-        may_have_16_bits = turned
-    if not (shallow or may_have_16_bits):
-        return None
-    values = decode_values(file, turned=turned, channels=channels)
-    return values if shallow or values.dtype == np.uint16 else None
 
 
 def further_channels(file: Stored) -> int:
@@ -106,12 +90,12 @@ def pairs_of(range16: Range16, channels: int) -> list[tuple[int, int]]:
     return pairs * channels if len(pairs) == 1 else pairs
 
 
-def _as_levels(values: np.ndarray, range16: Range16) -> np.ndarray:
-    """The levels of values (H, W, C), uint8; values of 8 bits are levels. `range16`: see `decode_image`."""
+def as_levels(values: np.ndarray, range16: Range16) -> np.ndarray:
+    """The levels of values (H, W, C), uint8 and contiguous; of 8 bits the values. `range16`: see `decode_image`."""
     if values.dtype == np.uint8:
-        return values
+        return np.ascontiguousarray(values)
     if len(range16) == 2:
-        return levels_of(*range16)[values]
+        return levels_of(*range16)[np.ascontiguousarray(values)]
     planes = zip(np.moveaxis(values, 2, 0), pairs_of(range16, values.shape[2]), strict=True)
     return np.stack([levels_of(*pair)[plane] for plane, pair in planes], axis=2)
 
@@ -128,7 +112,8 @@ def decode_values(
 ) -> np.ndarray:
     """The values of an image before they become 256 levels, uint8 or, of 16 bits, uint16 (H, W, channels).
 
-    Without `is_deep`, RGB of 16 bits keeps its upper eight bits, uint8. Other arguments and errors: see `decode_image`.
+    Without `is_deep`, RGB of 16 bits keeps its upper eight bits, which is faster. Other arguments and errors: see
+    `decode_image`.
     """
     if channels != COLOURS or file.format == "array":
         file.check_channels(channels)

@@ -70,6 +70,11 @@ class Stored:
         return self.format in ("PNG", "JPEG")
 
     @property
+    def may_have_16_bits(self) -> bool:
+        """Whether its values may have 16 bits, as far as its header tells."""
+        return self.png_kind[0] == 16 if self.png_kind is not None else self.format != "JPEG"
+
+    @property
     def has_windows(self) -> bool:
         """Whether its size can be read, and a part of it decoded, without decoding all pixels."""
         return self.format in ("PNG", "JPEG", "array")

@@ -21,7 +21,7 @@ from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.file_list import readable
 from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
-from datasets.reading import decode_image, further_channels, image_size, label_palette
+from datasets.reading import decode_values, further_channels, image_size, label_palette
 from datasets.segmentation import SegmentationDataset, restorable
 from datasets.stored import COLOURS, SWAPS_SIDES, Stored, read
 from datasets.workers import Progress, map_in_order
@@ -325,13 +325,17 @@ def _note_image(dataset: Split, decode: bool, index: int, file: Stored, seen: _S
     page_count = file.pages_if_one_is_read(channels)
     if page_count > 1:
         seen.notes["pages"] = page_count
-    decodes_all_pixels = decode or isinstance(dataset, ClassificationDataset)
-    seen.size = _image_size(file, dataset.turned, decodes_all_pixels, channels)
     is_level_sample = is_decoded(index, len(dataset))
-    if not (decode or is_level_sample):
-        return
-    seen.used = use_of(file, dataset.turned, channels, dataset.range16, is_level_sample)
-    if dataset.channels_key is not None and channels == COLOURS and page_count == 1:
+    is_looked_at = decode or is_level_sample
+    has_equal_colours = channels == 1 and file.channels == COLOURS  # as three channels that are read as one must
+    if is_looked_at or has_equal_colours or isinstance(dataset, ClassificationDataset):
+        values = decode_values(file, turned=dataset.turned, channels=channels)
+        seen.size = (values.shape[1], values.shape[0])
+        if is_level_sample or (decode and values.dtype == np.uint16):
+            seen.used = use_of(values, dataset.range16)
+    else:
+        seen.size = image_size(file, dataset.turned, channels)
+    if is_looked_at and dataset.channels_key is not None and channels == COLOURS and page_count == 1:
         channel_count = further_channels(file)
         if channel_count:
             seen.notes["channels"] = channel_count
@@ -367,11 +371,3 @@ def _note_sample(dataset: SegmentationDataset, index: int, seen: _Seen) -> None:
     if label is not None:
         seen.pixels = np.zeros(256, np.int64)
         seen.pixels[[*dataset.label_ids]] = np.bincount(label.reshape(-1), minlength=256)[: len(dataset.classes)]
-
-
-def _image_size(file: Stored, turned: bool, decode: bool, channels: int) -> tuple[int, int]:
-    """(width, height) of an image. `decode`: decode all its pixels, not only its header."""
-    if decode or (channels == 1 and file.channels == COLOURS):  # three channels read as one have to be equal
-        height, width, _ = decode_image(file, turned=turned, channels=channels).shape
-        return width, height
-    return image_size(file, turned, channels)

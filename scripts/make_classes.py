@@ -42,7 +42,7 @@ from datasets.folder import WITHHELD, LabelFiles, check_whole, folder_labels, pa
 from datasets.label_names import LabelNames
 from datasets.layout import about_unlisted, first_of, in_other_capitals, read_json
 from datasets.levels import Use, doubts_of_levels, is_decoded, use_of
-from datasets.reading import decode_mask, image_size, label_palette
+from datasets.reading import decode_mask, decode_values, image_size, label_palette
 from datasets.segmentation import restorable
 from datasets.splitting import divide_images, parts_of, source_prefixes, sources_of, unlisted_names
 from datasets.stored import read
@@ -466,7 +466,7 @@ class Contents(NamedTuple):
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
 def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Contents:
-    """Read a label, and its image if it has one. `channels`, `shallow`: see `use_of`."""
+    """Read a label, and its image if it has one. `shallow`: note what it uses even if it has 8 bits."""
     file = read(path, photograph=True)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
@@ -484,7 +484,9 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
         if image is not None:
             stored = read(image, True)
             other_size = size_beside(path, raw.shape[::-1], image_size(stored, True, channels))
-            levels_use = use_of(stored, turned=True, channels=channels, shallow=shallow)
+            if shallow or stored.may_have_16_bits:
+                values = decode_values(stored, channels=channels)
+                levels_use = use_of(values) if shallow or values.dtype == np.uint16 else None
     return Contents(kind, pixels, colours, other_size, levels_use)
 
 

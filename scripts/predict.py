@@ -31,7 +31,7 @@ from datasets.folder import image_suffixes
 from datasets.label_names import LabelNames
 from datasets.layout import first_of, read_json
 from datasets.levels import Use, doubts_of_levels, use_of
-from datasets.reading import Range16, decode_image
+from datasets.reading import Range16, as_levels, decode_values
 from datasets.segmentation import picture
 from datasets.stored import ARRAY_SUFFIX, COLOURS, read
 from datasets.verify import notes_as_remarks
@@ -149,13 +149,14 @@ class Findings:
         stored = read(file, True)
         if stored.is_png_or_jpeg:
             stored.size()
-        image = decode_image(stored, turned=True, range16=network.range16, channels=network.channels)
-        self.levels += filter(None, [use_of(stored, True, network.channels, network.range16)])
+        values = decode_values(stored, channels=network.channels)
+        if values.dtype == np.uint16:
+            self.levels.append(use_of(values, network.range16))
         self.images += 1
         pages = stored.pages_if_one_is_read(network.channels)
         if pages > 1:
             self.pages[shown_path] = pages
-        return image
+        return as_levels(values, network.range16)
 
     def doubts(self, source: Path, range16: Range16) -> list[str]:
         """What may be wrong with the images of `source`."""

@@ -16,8 +16,16 @@ from PIL import Image
 
 from datasets import TrainingCrops, TrainingTransform
 from datasets.folder import folder
-from datasets.levels import mean_and_deviation, use_of
-from datasets.reading import EVERYTHING, decode_image, decode_mask, further_channels, image_size, levels_of
+from datasets.levels import mean_and_deviation
+from datasets.reading import (
+    EVERYTHING,
+    decode_image,
+    decode_mask,
+    decode_values,
+    further_channels,
+    image_size,
+    levels_of,
+)
 from datasets.segmentation import picture
 from datasets.stored import read as read_file
 from datasets.verify import inspect, verify
@@ -79,7 +87,7 @@ def test_channels_are_read_as_they_are_stored(name, channels, dtype, tmp_path):
         assert read(WINDOW).flags.c_contiguous
     file = read_file(path, True)
     assert image_size(file, True, channels) == (WIDTH, HEIGHT) and file.channels == channels
-    assert (use_of(file, True, channels) is None) == (dtype == np.uint8)
+    assert decode_values(file, channels=channels).dtype == dtype
 
 
 def compressed(pixels: np.ndarray, order: str, predictor: bool, tile: bool) -> bytes:

@@ -9,7 +9,6 @@ import pytest
 
 from datasets import folder, image_folder, verify
 from datasets.levels import doubts_of_levels, use_of
-from datasets.stored import read
 from tests import trees
 
 RNG = np.random.default_rng(3)
@@ -100,15 +99,13 @@ def test_channels_of_16_bits_get_a_range_each_if_one_does_not_fit_all(kind, tmp_
 
 
 @pytest.mark.parametrize("far, share", [(0.02, None), (0.1, "10%"), (1.0, "100%")])
-def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
+def test_values_that_a_range_cuts_off_are_named(far, share):
     """In training with a range that fits. 0 and 65535 have no value if they are far from all others."""
     values = noise((1000, 3000), (1000, 3000), (1000, 3000), dtype=np.uint16)
     values[: round(far * 60), :, 1] = 30_000 + 9 * values[: round(far * 60), :, 2]
     values[:, :20, 0], values[:, -20:, 0] = 0, 65_535
-    np.save(tmp_path / "x.npy", values)
-    file = read(tmp_path / "x.npy", True)
     for range16 in ((1000, 3000), (1000, 3000) * 3):
-        uses = [use_of(file, True, 3, range16), use_of(file, True, 3, (0, 65_535))]
+        uses = [use_of(values, range16), use_of(values)]
         doubts = [doubts_of_levels(uses[:1], range16, "images of val", keys) for keys in ("data.", None)]
         if share is None:
             assert doubts == [[], []]
@@ -117,7 +114,7 @@ def test_values_that_a_range_cuts_off_are_named(far, share, tmp_path):
         for (sentence,) in doubts:
             assert sentence.startswith("16-bit images of val ") and outside in sentence
         advice = json.loads(re.search(r"give data\.range16=(\[.*\])$", doubts[0][0])[1])
-        assert not any(share_outside > 0.02 for share_outside in use_of(file, True, 3, advice).clipped)
+        assert not any(share_outside > 0.02 for share_outside in use_of(values, advice).clipped)
         assert re.search(
             r": if the training had .* alike; else train another network with range16=\[\d+,", doubts[1][0]
         )

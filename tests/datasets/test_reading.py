@@ -15,7 +15,7 @@ from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.file_formats import png_chunks
 from datasets.layout import read_json, read_list
-from datasets.reading import decode_image, decode_label, decode_mask, image_size, stored_values
+from datasets.reading import decode_image, decode_label, decode_mask, decode_values, image_size
 from datasets.stored import read as stored
 from tests import trees
 from tests.datasets.classification_trees import encoded
@@ -393,9 +393,9 @@ def test_levels_of_16_bit_images_lie_between_two_values(channels, order, tmp_pat
         expected = np.floor(expected).clip(0, 255).astype(np.uint8)
         for part in ((slice(None), slice(None)), window):
             assert np.array_equal(decode_image(path, part, turned=True, range16=(low, high)), expected[part]), path
-        assert np.array_equal(stored_values(stored(path, photograph=True), True, 3), seen)
+        assert np.array_equal(decode_values(stored(path, photograph=True)), seen)
     shallow = image_of("png", tmp_path)
-    assert stored_values(stored(shallow), True, 3) is None
+    assert decode_values(stored(shallow)).dtype == np.uint8
     assert np.array_equal(decode_image(shallow, range16=(0, 4095)), photograph())
 
 
