@@ -541,7 +541,7 @@ class Launch:
     sizes: tuple[int, ...]
     constants: dict[str, Any]  # compile-time constants
     options: dict[str, Any]  # of compilation, e.g. num_warps
-    partials: int = 0  # partial results of its programs, (2, parts, C)
+    parts: int = 1  # of each channel, which its programs divide up
     # Launchers of compiled kernels, by what these were compiled for: the tensors' alignment (None: no tensor). Triton
     # would look at all arguments to find them, which takes several times as long as the launch.
     compiled: dict[tuple[int | None, ...], Callable[..., None]] = field(default_factory=dict)
@@ -580,67 +580,52 @@ def _tiling(key: Key, reads: int, sums: bool = True) -> Tiling:
 
 
 @cache
-def _forward_launches(key: Key, activation: str) -> tuple[Launch | None, Launch]:
-    """Pass 1, unless programs take whole channels, and pass 2."""
-    tiling = _tiling(key, reads=1)
-    first = None if tiling.parts == 1 else _launch(_partial_moments_kernel, tiling)
-    return first, _launch(_normalise_kernel, tiling, ACTIVATION=activation)
+def _partial_moments(key: Key) -> Launch:
+    return _launch(_partial_moments_kernel, key, reads=1)
 
 
 @cache
-def _moments_launches(key: Key) -> tuple[Launch, Launch | None]:
-    """Pass 1, and what combines the parts, if there are several."""
-    tiling = _tiling(key, reads=1)
-    second = None if tiling.parts == 1 else replace(_launch(_moments_kernel, tiling), programs=tiling.blocks)
-    return _launch(_partial_moments_kernel, tiling), second
+def _moments(key: Key) -> Launch:
+    launch = _launch(_moments_kernel, key, reads=1)
+    return replace(launch, programs=launch.programs // launch.parts)
 
 
 @cache
-def _normalise_launch(key: Key, activation: str) -> Launch:
-    # It reads no parts, so it is compiled once for all.
-    tiling = _tiling(key, reads=1, sums=False)
-    return _launch(_normalise_kernel, tiling, ACTIVATION=activation, SUMS="given", PARTS=1)
+def _normalise(key: Key, activation: str, is_given: bool) -> Launch:
+    return _launch(_normalise_kernel, key, reads=1, is_given=is_given, ACTIVATION=activation)
 
 
 @cache
-def _backward_launches(key: Key, activation: str, is_output: bool) -> tuple[Launch | None, Launch]:
-    """Pass 1, unless programs take whole channels, and pass 2."""
-    constants = _activation_constants(key, activation, is_output)
-    tiling = _tiling(key, reads=2)
-    first = None if tiling.parts == 1 else _sums_launch(key, activation, is_output)
-    return first, _launch(_input_gradient_kernel, tiling, **constants)
+def _partial_sums(key: Key, activation: str, is_output: bool) -> Launch:
+    return _launch(_partial_sums_kernel, key, reads=2, ACTIVATION=activation, IS_OUTPUT=is_output)
 
 
 @cache
-def _sums_launch(key: Key, activation: str, is_output: bool) -> Launch:
-    constants = _activation_constants(key, activation, is_output)
-    return _launch(_partial_sums_kernel, _tiling(key, reads=2), **constants)
+def _input_gradient(key: Key, activation: str, is_output: bool, is_given: bool) -> Launch:
+    constants = {"ACTIVATION": activation, "IS_OUTPUT": is_output}
+    return _launch(_input_gradient_kernel, key, reads=2, is_given=is_given, **constants)
 
 
-@cache
-def _gradient_launch(key: Key, activation: str, is_output: bool) -> Launch:
-    constants = _activation_constants(key, activation, is_output)
-    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, SUMS="given", PARTS=1)
+def _launch(kernel: Any, key: Key, reads: int, is_given: bool = False, **constants: Any) -> Launch:
+    """Prepare a kernel of a pass that reads so many tensors: one program per block of channels and part.
 
-
-def _activation_constants(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
-    return {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
-
-
-def _launch(kernel: Any, tiling: Tiling, **constants: Any) -> Launch:
-    """Prepare a kernel: one program per block of channels and part. `constants`: besides the tiling's own."""
+    `is_given`: it needs no sums over channels, and so no parts: it is compiled once for all numbers of them.
+    `constants`: besides those of every pass.
+    """
+    tiling = _tiling(key, reads, sums=not is_given)
     n, c, length = tiling.shape
-    all_constants: dict[str, Any] = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
-    all_constants |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts}
-    all_constants |= {"SUMS": "whole" if tiling.parts == 1 else "parts", **constants}
+    sums = "whole" if tiling.parts == 1 else "parts"
+    constants |= dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    constants |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "GAP": torch.finfo(key[2]).eps / 2}
+    constants |= {"SUMS": "given", "PARTS": 1} if is_given else {"SUMS": sums, "PARTS": tiling.padded_parts}
     return Launch(
         kernel,
         programs=tiling.blocks * tiling.parts,
         sizes=(n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts),
-        constants={name: all_constants[name] for name in kernel.arg_names if name in all_constants},
+        constants={name: constants[name] for name in kernel.arg_names if name in constants},
         # A program that has a multiprocessor to itself fits anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
-        partials=2 * tiling.parts * c,
+        parts=tiling.parts,
     )
 
 
@@ -666,14 +651,15 @@ class TritonBackend(Backend):
     floors_gamma = True
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = _moments_launches(_key(x))
-        partials = x.new_empty(first.partials, dtype=torch.float32)
-        first((x, partials))
-        if second is None:
+        key = _key(x)
+        launch = _partial_moments(key)
+        partials = x.new_empty(2 * launch.parts * x.shape[1], dtype=torch.float32)
+        launch((x, partials))
+        if launch.parts == 1:
             mean, var = partials.view(2, -1)
         else:
             mean, var = partials.new_empty((2, x.shape[1]))
-            second((partials, mean, var))
+            _moments(key)((partials, mean, var))
         return mean, var
 
     def joint_statistics(
@@ -694,7 +680,7 @@ class TritonBackend(Backend):
         gamma, beta, activation, floor = affine
         z = x if overwrite else torch.empty_like(x)
         floats = (0.0, 0.0, floor, float(activation.param))
-        _normalise_launch(_key(x), activation.name)((x, z, mean, invstd, gamma, beta, None, None, None), floats)
+        _normalise(_key(x), activation.name, True)((x, z, mean, invstd, gamma, beta, None, None, None), floats)
         return z
 
     def forward(
@@ -704,41 +690,38 @@ class TritonBackend(Backend):
             return super().forward(x, affine, eps, running, overwrite)
         running_mean, running_var, momentum = running
         gamma, beta, activation, floor = affine
-        first, second = _forward_launches(_key(x), activation.name)
+        key = _key(x)
+        launch = _normalise(key, activation.name, False)
         mean = torch.empty_like(beta)
         invstd = torch.empty_like(beta)  # of its own storage: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
         floats = (float(momentum), float(eps), floor, float(activation.param))
-        partials = None
-        if first is not None:
-            partials = beta.new_empty(first.partials)
-            first((x, partials))
-        second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
+        partials = None if launch.parts == 1 else _partial_results(_partial_moments(key), beta, (x,))
+        launch((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        launch = _sums_launch(_key(kept.values), kept.affine.activation.name, kept.is_output)
-        partials = _partial_sums(launch, kept, _in_format_of(kept.values, dz))
+        partials = _partial_results_of_sums(kept, _in_format_of(kept.values, dz))
         parts = partials.view(2, -1, len(kept.affine.beta))
         dbeta, dgamma = parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        launch = _gradient_launch(_key(kept.values), kept.affine.activation.name, kept.is_output)
+        launch = _input_gradient(_key(kept.values), kept.affine.activation.name, kept.is_output, True)
         dx = torch.empty_like(kept.values)
         vectors = (*_vectors(kept), kept.invstd, mean_dy, mean_dy_x_hat, None, None, None)
         launch((kept.values, _in_format_of(kept.values, dz), dx, *vectors), _floats(kept))
         return dx
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = _backward_launches(_key(kept.values), kept.affine.activation.name, kept.is_output)
+        launch = _input_gradient(_key(kept.values), kept.affine.activation.name, kept.is_output, False)
         dz = _in_format_of(kept.values, dz)
         dx = torch.empty_like(kept.values)
         dgamma = torch.empty_like(kept.affine.beta)
         dbeta = torch.empty_like(kept.affine.beta)
-        partials = None if first is None else _partial_sums(first, kept, dz)
+        partials = None if launch.parts == 1 else _partial_results_of_sums(kept, dz)
         vectors = (*_vectors(kept), kept.invstd, None, None, partials, dbeta, dgamma)
-        second((kept.values, dz, dx, *vectors), _floats(kept))
+        launch((kept.values, dz, dx, *vectors), _floats(kept))
         return dx, dgamma, dbeta
 
 
@@ -747,9 +730,17 @@ def _are_contiguous(running: Running) -> bool:
     return all(statistic is None or statistic.is_contiguous() for statistic in (running.mean, running.var))
 
 
-def _partial_sums(launch: Launch, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = kept.affine.beta.new_empty(launch.partials)
-    launch((kept.values, dz, *_vectors(kept), partials), _floats(kept))
+def _partial_results_of_sums(kept: BackwardInputs, dz: Tensor) -> Tensor:
+    launch = _partial_sums(_key(kept.values), kept.affine.activation.name, kept.is_output)
+    return _partial_results(launch, kept.affine.beta, (kept.values, dz, *_vectors(kept)), _floats(kept))
+
+
+def _partial_results(
+    launch: Launch, like: Tensor, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()
+) -> Tensor:
+    """What a kernel writes for each part, (2, parts, C), flat. `like`: a vector (C,)."""
+    partials = like.new_empty(2 * launch.parts * len(like))
+    launch((*tensors, partials), floats)
     return partials
 
 

@@ -80,7 +80,7 @@ def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp
     kernel = triton_kernels._normalise_kernel
     aligned, vectors = torch.empty(2, 2, 8, 4, 4), torch.empty(6, 16).unbind()
     shifted = torch.empty(513)[1:].view(2, 2, 8, 4, 4)
-    _, prepared = triton_kernels._forward_launches(triton_kernels._key(aligned[0]), "leaky_relu")
+    prepared = triton_kernels._normalise(triton_kernels._key(aligned[0]), "leaky_relu", False)
     launch = dataclasses.replace(prepared, compiled={})
     for x, z in (aligned, shifted):
         for running in (vectors[4:], (None, None)):
