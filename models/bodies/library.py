@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
@@ -87,10 +87,8 @@ class LibraryBody(Body):
         default_tensor = torch.empty(0)  # on the default device, perhaps fake
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers = make(network, in_channels)
-            self.left_out: tuple[str, ...] = ()
-            if last is not None:
-                layers, self.left_out = _cut_after(layers, last, f"last={last}: {network}")
+            layers = dict(make(network, in_channels))
+            self.left_out = () if last is None else _cut_after(layers, last, f"last={last}: {network}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
@@ -223,24 +221,19 @@ torchvision_body = partial(LibraryBody, make=_torchvision_layers)
 timm_body = partial(LibraryBody, make=_timm_layers)
 
 
-def _cut_after(
-    layers: Mapping[str, nn.Module], last: str, subject: str
-) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The layers up to the part `last`, and the names of the parts after it. `subject` begins messages."""
+def _cut_after(layers: dict[str, Any], last: str, subject: str) -> tuple[str, ...]:
+    """Remove the parts after `last` from the layers; return their names. `subject` begins messages."""
     first_name, _, inner = last.partition(".")
     if first_name not in layers:
         raise ValueError(f"{subject} has no such part; expected one of {', '.join(layers)}, or a part of these")
-    names = list(layers)
-    end = names.index(first_name)
-    kept = {name: layers[name] for name in names[:end]}
-    later_names = names[end + 1 :]
-    part = layers[first_name]
+    later_names = [*layers][[*layers].index(first_name) + 1 :]
+    for name in later_names:
+        del layers[name]
     if inner:
-        children = dict(part.named_children()) if type(part) is nn.Sequential else {}
-        kept_children, later_children = _cut_after(children, inner, subject)
-        part = nn.Sequential(OrderedDict(kept_children))
-        later_names = [f"{first_name}.{name}" for name in later_children] + later_names
-    return kept | {first_name: part}, tuple(later_names)
+        part = layers[first_name]
+        children = part._modules if type(part) is nn.Sequential else {}
+        later_names[:0] = [f"{first_name}.{name}" for name in _cut_after(children, inner, subject)]
+    return tuple(later_names)
 
 
 def _check_name(network: str, names: Sequence[str], library: str) -> None:
