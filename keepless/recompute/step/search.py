@@ -20,7 +20,6 @@ _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
 _FEW = 3  # single moves of each kind to simulate before choosing one
 _MANY = 12  # likewise, at most, if none of the first helps
-_AGAIN = 200  # simulations in a second attempt that simulates many
 _BEST = 3  # choices that use up the memory left below the limit
 _HARD = 0.08  # share of a step spent on recomputation, from which on many exchanges are tried
 _FULL = 0.995  # share of the limit, up to which a few are
@@ -93,9 +92,7 @@ def frontier(
     if limit and first_trial.peak > limit:
         search.keep_more(first_trial, first_trial.peak)
         return pareto(search.choices)
-    search.lower_peak(baseline, limit, search.effort())
-    if limit:
-        search.lower_peak(baseline, limit, search.effort(_AGAIN, _MANY))
+    search.lower_peak(baseline, limit, search.end_of_part())
     search.segment(limit)
     for choice in search.choices_within(limit)[:_BEST]:
         search.keep_more(search.simulate(choice.kept), limit)
@@ -119,15 +116,11 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
     return best[::-1]
 
 
-class _Effort(NamedTuple):
-    """How much a part of a search may simulate."""
-
-    choice_count: int  # of all choices of the search, at which this part ends
-    move_count: int  # single moves of each kind to simulate before choosing one
-
-
 class _Search:
-    """A search for choices of a step. It ends once a peak is within `wanted_peak` bytes; else by its `_Effort`."""
+    """A search for choices of a step. It ends once a peak is within `wanted_peak` bytes.
+
+    Otherwise each part of it ends at a number of choices: see `end_of_part`.
+    """
 
     def __init__(self, step: Step, wanted_peak: int = 0):
         self.step = step
@@ -158,69 +151,69 @@ class _Search:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
         baseline = self.baseline()
         self.segment(1)
-        self.lower_peak(baseline, 1, self.effort())
+        self.lower_peak(baseline, 1, self.end_of_part())
         choices = pareto(self.choices)
         return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
-    def effort(self, runs: int = _MOST_RUNS, move_count: int = _FEW) -> _Effort:
-        """The effort of a part that begins now. `runs`: simulations, at most."""
-        return _Effort(len(self.choices) + min(runs, self.runs), move_count)
+    def end_of_part(self) -> int:
+        """The number of choices at which a part of the search ends that begins now."""
+        return len(self.choices) + self.runs
 
-    def is_spent(self, effort: _Effort) -> bool:
-        return len(self.choices) >= effort.choice_count or self.lowest_peak <= self.wanted_peak
+    def is_over(self, end: int) -> bool:
+        return len(self.choices) >= end or self.lowest_peak <= self.wanted_peak
 
     def segment(self, limit: int) -> None:
         """Try choices that cut the step into segments, keep more in the memory left, and lower the lowest peak further.
 
         `limit`: as for `frontier`.
         """
-        effort = self.effort()
+        end = self.end_of_part()
         baseline_peak = self.choices[0].peak
         segment_trials: list[Trial] = []
         for kept in segmented(self.step):
             trial = self.simulate(kept)
             segment_trials.append(trial)
             target = max(limit, trial.peak)
-            while target < baseline_peak and not self.is_spent(effort):
+            while target < baseline_peak and not self.is_over(end):
                 trial = self.keep_more(trial, target)
                 target = baseline_peak if limit else int(target / _COARSER)
-        self.lower_peak(min(segment_trials, key=attrgetter("peak")), limit, self.effort())
+        self.lower_peak(min(segment_trials, key=attrgetter("peak")), limit, self.end_of_part())
 
-    def lower_peak(self, trial: Trial, limit: int, effort: _Effort) -> None:
+    def lower_peak(self, trial: Trial, limit: int, end: int) -> None:
         """Try choices with ever lower peaks, in small steps, as far as possible or to the limit."""
         shares = list(_FINER if self.runs == _MOST_RUNS else (_COARSER, *_FINER))
         while trial.peak > limit:
-            if shares[0] * trial.peak < limit and self.lower_to(trial, limit, effort):
+            if shares[0] * trial.peak < limit and self.lower_to(trial, limit, end):
                 return
-            lower_trial = self.next_lower(trial, shares, effort)
+            lower_trial = self.next_lower(trial, shares, end)
             if lower_trial is None:
                 return
             trial = lower_trial
 
-    def next_lower(self, trial: Trial, shares: list[float], effort: _Effort) -> Trial | None:
+    def next_lower(self, trial: Trial, shares: list[float], end: int) -> Trial | None:
         """A choice whose peak is the first share of this one's that is reached; None if none is.
 
         Shares that are not reached are deleted: later ones would not be either.
         """
         while shares:
-            lower_trial = self.lower_to(trial, int(shares[0] * trial.peak), effort)
+            lower_trial = self.lower_to(trial, int(shares[0] * trial.peak), end)
             if lower_trial is not None:
                 return lower_trial
             del shares[0]
-            if self.is_spent(effort):
+            if self.is_over(end):
                 break
         return None
 
-    def lower_to(self, trial: Trial, target: int, effort: _Effort) -> Trial | None:
+    def lower_to(self, trial: Trial, target: int, end: int) -> Trial | None:
         """A choice whose peak is at most the target; None if none is found."""
         while trial.peak > target:
-            lower_trial = None if self.is_spent(effort) else self.lower_excess(trial, target, effort)
+            lower_trial = None if self.is_over(end) else self.lower_excess(trial, target)
             if lower_trial is None:
                 return None
             trial = lower_trial
         return self.keep_more(trial, target)
 
-    def lower_excess(self, trial: Trial, target: int, effort: _Effort) -> Trial | None:
+    def lower_excess(self, trial: Trial, target: int) -> Trial | None:
         """A choice with a smaller total excess over the target; None if none is found."""
         excess = _excess(trial, target)
         ranked = self.ranked_drops(trial, target)
@@ -233,22 +226,20 @@ class _Search:
             count //= 3
         keeps = ([number] for number in self.dropped_at_peak(trial))
         single_moves = zip_longest((group for _, group in ranked), keeps)
-        best = self.best_move(trial, target, single_moves, effort.move_count)
-        return best or self.best_move(trial, target, zip(self.swaps(trial)), effort.move_count)
+        best = self.best_move(trial, target, single_moves)
+        return best or self.best_move(trial, target, zip(self.swaps(trial)))
 
-    def best_move(
-        self, trial: Trial, target: int, moves: Iterable[Sequence[list[int] | None]], move_count: int
-    ) -> Trial | None:
+    def best_move(self, trial: Trial, target: int, moves: Iterable[Sequence[list[int] | None]]) -> Trial | None:
         """The choice after the move that lowers the total excess most for the time it costs; None if none helps.
 
-        `moves`: each entry has a move of every kind, or None. `move_count`: entries to try; then up to `_MANY`, until
-        one helps.
+        `moves`: each entry has a move of every kind, or None. `_FEW` entries are tried, and up to `_MANY` until one
+        helps.
         """
         excess = _excess(trial, target)
         best: Trial | None = None
         best_rate = 0.0
         for number, moves_of_each_kind in enumerate(islice(moves, _MANY)):
-            if best is not None and number >= move_count:
+            if best is not None and number >= _FEW:
                 break
             for move in filter(None, moves_of_each_kind):
                 candidate = self.simulate(_flipped(trial.kept, move))
