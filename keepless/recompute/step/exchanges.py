@@ -6,8 +6,8 @@ from random import Random
 
 from .simulation import Simulation
 
-HOT = 0.02  # temperature at the beginning, as a share of the seconds to recompute values
-COLD = 0.001  # and at the end
+_HOT = 0.02  # temperature at the beginning, as a share of the seconds to recompute values
+_COLD = 0.001  # and at the end
 _PRICE = 1.5  # at first, a peak of twice the limit costs as much as so many times the seconds to recompute values
 _RISES = 1.01  # how fast this price rises while the peak is above the limit, and falls while it is not
 _SWAPS = 0.6  # share of trials that keep a value and drop one; the others change up to three in any way
@@ -17,12 +17,11 @@ _BACK = 0.7  # go back to the best choice after this share of the trials
 
 
 def annealed(
-    simulation: Simulation, kept: Sequence[bool], free: Sequence[int], limit: int, trials: int, temperature: float
+    simulation: Simulation, kept: Sequence[bool], free: Sequence[int], limit: int, trials: int
 ) -> Sequence[bool]:
     """The fastest choice within the limit that is found from one in a number of trials.
 
-    Choices above the limit are taken too, at a price. The numbers drawn are the same each time. `temperature`: at the
-    beginning, from which it falls to `COLD`.
+    Choices above the limit are taken too, at a price. The numbers drawn are the same each time.
     """
     draw = Random(0)
     best = trial = simulation.run(kept)
@@ -31,7 +30,8 @@ def annealed(
     for number in range(trials):
         if number == int(_BACK * trials):
             trial = best
-        extra_cost = scale * temperature * (COLD / temperature) ** (number / trials) * -math.log(1 - draw.random())
+        temperature = _HOT * (_COLD / _HOT) ** (number / trials)
+        extra_cost = scale * temperature * -math.log(1 - draw.random())
         allowed_cost = trial.seconds + price * max(0, trial.peak - limit) + extra_cost
         changed = {i for i in _drawn_values(draw, trial.kept, free) if trial.consumers[i]}
         least_seconds = trial.seconds + sum(simulation.seconds[i] * (1 if trial.kept[i] else -_CHAIN) for i in changed)

@@ -6,7 +6,7 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from ..passes.plan import Flag, Plan
-from .exchanges import COLD, HOT, annealed
+from .exchanges import annealed
 from .simulation import Simulation, Trial, plain_peak
 from .step import Kind, Step, StepValue
 
@@ -21,14 +21,12 @@ _OPERATIONS_PER_BYTE = 4
 _FEW = 3  # single moves of each kind to simulate before choosing one
 _MANY = 12  # likewise, at most, if none of the first helps
 _BEST = 3  # choices that use up the memory left below the limit
-_HARD = 0.08  # share of a step spent on recomputation, from which on many exchanges are tried
-_FULL = 0.995  # share of the limit, up to which a few are
+_HARD = 0.08  # share of a step spent on recomputation, from which on exchanges are tried
 _STEPS = 1000  # exchanges take no longer than so many steps save
 _SAVED = 0.3  # if they save this share of the recomputation
 _PER_EVENT = 2e-6  # seconds that an exchange takes for each event of the step
 _LEAST_TRIALS = 100  # exchanges to try: at least, else none
-_FILLING_TRIALS = 300  # to fill the memory left
-_MOST_TRIALS = 2000  # where much is recomputed
+_MOST_TRIALS = 2000
 _TRIALS_PER_CALL = 20  # likewise, for each call of the step
 _EVENTS = 1_500_000  # simulated in all exchanges, at most
 _CLOSE = 1.02  # stop lowering the lowest peak at this many times the lower bound for all choices
@@ -68,8 +66,7 @@ def frontier(
     recipes. Where none of this helps, they swap a kept value for a dropped one that is computed from it, or the other
     way round. They end after a number of simulations, not of seconds.
 
-    Last, where a plan within a limit recomputes much, or leaves memory below it, values are exchanged for others: see
-    `annealed`.
+    Last, where a plan within a limit recomputes much, values are exchanged for others: see `annealed`.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
@@ -338,26 +335,25 @@ class _Search:
         return sources
 
     def exchange(self, limit: int) -> None:
-        """Exchange kept values for dropped ones where much is recomputed, and where memory is left below the limit."""
+        """Exchange kept values for dropped ones if much is recomputed within the limit, as long as that pays."""
         if limit < self.lowest_peak or limit >= self.choices[0].peak:  # of the baseline
             return
         fastest = self.choices_within(limit)[0]
-        trials = min(_MOST_TRIALS, _TRIALS_PER_CALL * len(self.step.calls), _EVENTS // len(self.simulation.events))
-        self.anneal(fastest, limit, fastest.seconds - _HARD * self.step.seconds, trials, HOT)
-        fastest = self.choices_within(limit)[0]
-        if fastest.peak < _FULL * limit:
-            self.anneal(fastest, limit, fastest.seconds, _FILLING_TRIALS, COLD)
+        event_count = len(self.simulation.events)
+        saved_seconds = _SAVED * (fastest.seconds - _HARD * self.step.seconds)
+        trials = min(
+            _MOST_TRIALS,
+            _TRIALS_PER_CALL * len(self.step.calls),
+            _EVENTS // event_count,
+            int(_STEPS * saved_seconds / (_PER_EVENT * event_count)),
+        )
+        if trials >= _LEAST_TRIALS:
+            kept = annealed(self.simulation, fastest.kept, self.free, limit, trials)
+            self.keep_more(self.simulate(kept), limit)
 
     def choices_within(self, limit: int) -> list[Choice]:
         """The choices within the limit so far, the fastest first."""
         return sorted((choice for choice in self.choices if choice.peak <= limit), key=attrgetter("seconds"))
-
-    def anneal(self, choice: Choice, limit: int, seconds: float, trials: int, temperature: float) -> None:
-        """Try exchanges, so many at most. `seconds`: of each step, a share of which may be saved."""
-        paid = _STEPS * _SAVED * seconds / (_PER_EVENT * len(self.simulation.events))
-        if min(trials, paid) >= _LEAST_TRIALS:
-            kept = annealed(self.simulation, choice.kept, self.free, limit, min(trials, int(paid)), temperature)
-            self.keep_more(self.simulate(kept), limit)
 
     def keep_more(self, trial: Trial, target: int) -> Trial:
         """Keep more values where memory is left below the target, the most expensive to recompute first.
