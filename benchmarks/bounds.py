@@ -4,8 +4,7 @@
     python -m benchmarks.bounds only=[resnet50] out=FILE.json
     python -m benchmarks.bounds only=[smp/FPN-resnet50,deeplabv3_resnet50] out=FILE.json
 
-Nothing is computed: bytes and the times of operators are estimated on fake tensors, the CPU overhead of a call is
-measured.
+Nothing is computed: bytes and the times of operators are estimated on fake tensors.
 """
 
 import statistics

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from ...inputs import tensors_in
@@ -30,7 +29,6 @@ from ...torch_internals import (
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _SHORT = 2e-4  # seconds: a shorter operator is timed more often, as it is more easily disturbed
 _AGAIN = 3  # so many times more
-_REPEATED = 32  # calls that `host_seconds` times at once
 # PyTorch counts the operations only of CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
@@ -225,28 +223,6 @@ def _launch_seconds(device: torch.device) -> float:
     with without_function_modes():
         number = torch.zeros((), device=device)
         return min(_run_synchronised(number.zero_, device)[1] for _ in range(10))
-
-
-@cache
-def host_seconds() -> float:
-    """CPU overhead in seconds of repeating a call in a saved-tensor hook, measured on small tensors."""
-
-    def chain(unpack: Callable[[Tensor], Tensor]) -> float:
-        y = x = torch.ones(8, requires_grad=True)
-        with saved_tensors_hooks(Tensor.detach, unpack):
-            for _ in range(_REPEATED):
-                y = y.sin()
-        return seconds_of(lambda: torch.autograd.grad(y.sum(), x), torch.device("cpu"))[1]
-
-    with torch.enable_grad(), without_dispatch_modes(), without_function_modes():
-        repeating = min(chain(_sine) for _ in range(5))
-        plain = min(chain(lambda tensor: tensor) for _ in range(5))
-    return max(repeating - plain, 0.0) / _REPEATED
-
-
-def _sine(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.sin(tensor)
 
 
 def work_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from ..table.rules import Rule, mask_needs_only_shape
 from .costs import Cost, spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
-_REPEATS = 3  # CPU overhead of repeating a call, in `host_seconds`
+_REPEATS = 3  # CPU overhead of repeating a call, in `HOST_SECONDS`
 _SAVES = 2.5  # and of each save of a dropped tensor
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
 
@@ -355,7 +355,7 @@ class Trace(Registry):
             self.unseen = "a checkpoint of its own"
 
     def step_of(self, events: list[tuple[Event, int]], costs: Sequence[Cost], host: float) -> Step:
-        """The step with these events, and these costs of its operators. `host`: see `host_seconds`."""
+        """The step with these events, and these costs of its operators. `host`: see `HOST_SECONDS`."""
         values, saved = in_order(self._values_with_costs(events, costs, host), self.saved)
         step = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
         operations = sum(ran.operations for ran in self.operators)

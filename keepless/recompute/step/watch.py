@@ -32,11 +32,12 @@ from ..held.calls import Call
 from ..held.elsewhere import SMALL, Elsewhere, Held
 from ..passes.recording import Recording
 from ..table.rules import Rule
-from .costs import host_seconds, spec_of
+from .costs import spec_of
 from .counting import Allocations, RunOperator
 from .step import Event, Step
 from .trace import Trace, ends_watch, nodes_of
 
+HOST_SECONDS = 8e-6  # CPU overhead of repeating a call in a saved-tensor hook
 _LOSS = 4  # times an output's bytes, which a mean square of it takes in the backward pass, besides its gradient
 _ADD = torch.ops.aten.add_.Tensor  # adds a gradient to the one that is there
 
@@ -183,7 +184,7 @@ class Watch(Trace):
                 events[index] = event, 0 if operator < 0 else costs[operator].temporaries
         ends = {memory: index for index, (event, memory) in enumerate(events) if event == Event.LET}
         staying = [(ends[memory], (Event.BUSY, 0)) for memory in self._staying if memory in ends]
-        host = host_seconds() if self.allocations.measures else 0.0
+        host = HOST_SECONDS if self.allocations.measures else 0.0
         step = self.step_of(events, costs, host)
         places = self.allocations.named_places(network)
         return step._replace(places=places, gradients=self._gradient_bytes, coming=[*self._coming, *staying])

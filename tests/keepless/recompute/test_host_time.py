@@ -102,7 +102,7 @@ def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
     Calls of the unpack hook in the backward pass count, too. A `methodcaller` would not, but takes twice as long.
     """
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
-    monkeypatch.setattr("keepless.recompute.step.watch.host_seconds", lambda: 12e-6)
+    monkeypatch.setattr("keepless.recompute.step.watch.HOST_SECONDS", 12e-6)
     network, x = blocks(10, nn.BatchNorm2d(8), nn.ReLU(inplace=True)), torch.randn(2, 3, 32, 32)
     recompute_activations(network, budget=budget)
 
@@ -116,7 +116,7 @@ def test_a_steady_step_of_many_small_calls(budget, calls, monkeypatch):
 
 def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_result(monkeypatch):
     """So a budget repeats no more small calls than it must."""
-    monkeypatch.setattr("keepless.recompute.step.watch.host_seconds", lambda: 1.0)
+    monkeypatch.setattr("keepless.recompute.step.watch.HOST_SECONDS", 1.0)
     step = rehearsed_step(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {}
     )

@@ -143,7 +143,7 @@ SCHEDULES = [[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6], [3, 6] * 6, [2, 2, 3, 3, 6
 @pytest.mark.parametrize("depths", SCHEDULES)
 def test_a_depth_that_changes_is_planned_and_no_step_is_beyond_its_budget_in_silence(depths, monkeypatch):
     monkeypatch.setattr("keepless.recompute.step.counting.measure", lambda operators: None)
-    monkeypatch.setattr("keepless.recompute.step.watch.host_seconds", lambda: 0.0)
+    monkeypatch.setattr("keepless.recompute.step.watch.HOST_SECONDS", 0.0)
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
     monkeypatch.setattr("keepless.recompute.signatures.signatures.profiler_runs", lambda: False)  # as in `peak_bytes`
     torch.manual_seed(0)
