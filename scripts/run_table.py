@@ -28,7 +28,7 @@ from engine.configuration.command_line import configured
 from engine.configuration.texts import as_typed
 from engine.process import plugins
 from engine.process.console import make_console, table_of
-from engine.process.jobs import has_ended, run_jobs
+from engine.process.jobs import ENDED_BEFORE, has_ended, print_summary, run_job
 from engine.schema.additions import Plugins
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import CHOICES, key, override
@@ -115,11 +115,14 @@ def run(arguments: RunTable) -> int:
     missing = sorted({option for training in waiting for option in training.missing})
     if waiting and not ready:
         raise ValueError(f"table={arguments.table} needs {'; '.join(missing)}")
-    commands = {training.title: training.command for training in ready}
-    failed = run_jobs(commands, console, ended_before=len(trainings) - len(waiting), folder=papers.REPOSITORY)
+    results: list[str | None] = [ENDED_BEFORE] * (len(trainings) - len(waiting))
+    for number, training in enumerate(ready, start=1):
+        place = f"job {number} of {len(ready)}"
+        results.append(run_job(place, training.title, training.command, console, papers.REPOSITORY))
+    failures = print_summary(results, console)
     if missing:
         console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(missing)}")
-    return len(failed)
+    return len(failures)
 
 
 def trainings_of(arguments: RunTable) -> list[Training]:

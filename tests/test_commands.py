@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks import documents, frame
 from engine.configuration.command_line import SCHEMAS
-from engine.configuration.multirun import first_values
+from engine.configuration.multirun import words_of
 from engine.configuration.texts import as_typed
 from scripts import plan_memory, run_table
 from scripts.reports import papers
@@ -80,9 +80,9 @@ def checked(words: list[str]) -> object:
     if "-m" in keys:
         keys.remove("-m")
         parsed = OverridesParser.create().parse_overrides([as_typed(word, SCHEMAS[name], sweeps=True) for word in keys])
-        sweeps = {override.get_key_element(): override for override in parsed if not override.is_hydra_override()}
-        assert any(override.is_sweep_override() for override in sweeps.values())
-        keys = [*first_values(sweeps)]
+        ours = [override for override in parsed if not override.is_hydra_override()]
+        assert any(override.is_sweep_override() for override in ours)
+        keys = [words_of(override)[0] for override in ours]
     return runs.checked(name, *(key for key in keys if not key.startswith("-")))
 
 

@@ -14,14 +14,13 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENTRIES = {path.stem for path in REPOSITORY.glob("*.py")}
-PACKAGES = {"engine", "hydra_plugins", "keepless", "models", "datasets", "scripts", "benchmarks", "tools", "tests"}
+PACKAGES = {"engine", "keepless", "models", "datasets", "scripts", "benchmarks", "tools", "tests"}
 ROOMS = {*PACKAGES, *ENTRIES}
 MAY_IMPORT = {
     "datasets": {"datasets"},
     "keepless": {"keepless"},
     "models": {"keepless", "models"},
     "engine": {"datasets", "engine", "keepless", "models"},
-    "hydra_plugins": {"hydra_plugins"},  # where Hydra finds launchers
     "scripts": ROOMS - {"benchmarks", "tools", "tests"},
 }  # nothing but tests imports `benchmarks` and `tools`
 # It is installed without the rest: triton is optional.
@@ -126,7 +125,7 @@ def test_no_file_or_folder_imports_itself_through_others():
         shared = os.path.commonprefix(places)
         importing, imported = (place[len(shared)] for place in places)
         graphs.setdefault(shared, {}).setdefault(importing, set()).add(imported)
-    assert {shared[-1] for shared in graphs} >= {REPOSITORY.name, *MAY_IMPORT, "benchmarks"} - {"hydra_plugins"}
+    assert {shared[-1] for shared in graphs} >= {REPOSITORY.name, *MAY_IMPORT, "benchmarks"}
     for graph in graphs.values():
         try:
             graphlib.TopologicalSorter(graph).prepare()

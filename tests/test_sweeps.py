@@ -121,7 +121,8 @@ def test_a_sweep_that_is_preempted_goes_on_with_the_job_that_it_ran(tmp_path):
 @pytest.mark.slow
 def test_jobs_of_joblib_share_a_sweep_with_jobs_in_processes(tmp_path):
     """Both leave runs in the same folders, and skip those of the other."""
-    swept(tmp_path, "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    printed = swept(tmp_path, "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert "2 succeeded, 0 had already finished, 0 failed" in printed
     assert {place.name for place in (tmp_path / "sweep").iterdir()} == {"multirun.yaml", "seed=0", "seed=1"}
     assert "1 succeeded, 2 had already finished, 0 failed" in swept(tmp_path, "seed=0,1,2")
 

@@ -15,82 +15,58 @@ from rich.console import Console
 
 from engine.process.stopping import EXIT_CODE, SECONDS_TO_END, Preempted, handle_stop_signals, restore_handlers
 
+ENDED_BEFORE = "had already finished"  # in place of a job's failure
 
-def run_jobs(
-    jobs: Mapping[str, list[str]],
-    console: Console,
-    *,
-    ended_before: int = 0,
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Run all commands {title: command} in `folder`, even if some fail; return {title: error} of those.
 
-    The last lines say how many succeeded, how many had finished before this call (`ended_before`), and which failed;
-    commands print their own errors. `variables`: of their environment, beside this process's. A stop signal
-    (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no other command starts. In a job of submitit's,
-    its handler is then called.
+def run_job(place: str, title: str, command: Sequence[str], console: Console, folder: Path | None = None) -> str | None:
+    """Run a command, which prints its own errors, in `folder`. Returns None, or how it failed.
 
-    Preempted: this process or a command was asked to stop.
+    `place`: among the jobs, such as "job 1 of 3". A stop signal (`ONE_REQUEST_SECONDS`) is passed on to the command.
+    In a job of submitit's, its handler is then called.
+
+    Preempted: this process or the command was asked to stop.
     """
-    failed: dict[str, str] = {}
-    stop_signals = _StopSignals()
-    previous_handlers = handle_stop_signals(stop_signals.receive)
+    console.print(f"{place}: {title}", style="bold", soft_wrap=True)
+    console.print(shlex.join(command), soft_wrap=True)
+    received: list[int] = []
+    process: subprocess.Popen | None = None
+
+    def pass_on(number: int, frame: object) -> None:
+        """Handle a signal, as `signal.signal` has it."""
+        received.append(number)
+        if process is not None:
+            process.send_signal(number)
+
+    previous_handlers = handle_stop_signals(pass_on)
     try:
-        for number, (title, command) in enumerate(jobs.items(), start=1):
-            console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
-            console.print(shlex.join(command), soft_wrap=True)
-            returncode = _run_until_ended(command, stop_signals, folder, {**os.environ, **(variables or {})})
-            if stop_signals.received or returncode == EXIT_CODE:
-                _requeue_submitit_job(previous_handlers, stop_signals.received)
-                raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
-            if returncode:
-                failed[title] = _failure_text(returncode)
-                console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
+        ) as process:
+            if received:  # while it started
+                process.send_signal(signal.SIGTERM)
+            returncode = process.wait()
+        if received or returncode == EXIT_CODE:
+            _requeue_submitit_job(previous_handlers, received)
+            raise Preempted(f"stopped in {place}, {title}")
     finally:
         restore_handlers(previous_handlers)
-    succeeded = len(jobs) - len(failed)
-    console.print(f"{succeeded} succeeded, {ended_before} had already finished, {len(failed)} failed", soft_wrap=True)
-    for title, error in failed.items():
-        console.print(f"failed: {title}: {error}", soft_wrap=True)
-    return failed
+    if returncode == 0:
+        return None
+    error = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+    console.print(f"failed: {error}", style="red", soft_wrap=True)
+    return f"{title}: {error}"
 
 
-class _StopSignals:
-    """The stop signals that this process has received, each passed on to the running command."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.process: subprocess.Popen | None = None  # the running command
-
-    def receive(self, number: int, frame: object) -> None:
-        """Handle a signal, as `signal.signal` has it."""
-        self.received.append(number)
-        if self.process is not None:
-            self.process.send_signal(number)
-
-
-def _run_until_ended(
-    command: Sequence[str], stop_signals: _StopSignals, folder: Path | None, environment: Mapping[str, str]
-) -> int:
-    """Run a command, which gets the stop signals; return its exit status, negative if a signal killed it."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
-    ) as process:
-        stop_signals.process = process
-        if stop_signals.received:  # while it started
-            process.send_signal(signal.SIGTERM)
-        returncode = process.wait()
-    stop_signals.process = None
-    return returncode
-
-
-def _failure_text(returncode: int) -> str:
-    """How a command failed: its exit status, or the signal that killed it."""
-    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+def print_summary(results: Sequence[str | None], console: Console) -> list[str]:
+    """Print how many jobs succeeded (None), how many `ENDED_BEFORE`, and which failed; return these failures."""
+    failures = [result for result in results if result and result != ENDED_BEFORE]
+    counts = f"{results.count(None)} succeeded, {results.count(ENDED_BEFORE)} had already finished"
+    console.print(f"{counts}, {len(failures)} failed", soft_wrap=True)
+    for failure in failures:
+        console.print(f"failed: {failure}", soft_wrap=True)
+    return failures
 
 
 def _requeue_submitit_job(handlers: Mapping[int, Any], stopped: Sequence[int]) -> None:

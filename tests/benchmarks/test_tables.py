@@ -101,25 +101,22 @@ def test_what_is_in_no_row_is_named(tmp_path):
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch):
-    commands, calls = [], []
+def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    commands, places = [], []
 
-    def run_jobs(jobs, console, ended_before, folder):
-        calls.append((len(jobs), ended_before))
-        return {title: "exit status 1" for title, command in jobs.items() if failed(command)}
-
-    def failed(command):
+    def run_job(place, title, command, console, folder):
         commands.append(command)
+        places.append(place)
         run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
         if "preact_resnet32" in str(run_dir) and len(commands) < 4:
-            return True
+            return f"{title}: exit status 1"
         name = run_dir.parent.name
         source = {"resnet14": "cifar/norms/inplace", "revnet38": "cifar/short/revnet38_seed0"}
         shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir, dirs_exist_ok=True)
         (run_dir / "config.yaml").write_text(f"# {shlex.join(['python', *command[1:]])}\n# 1 x cpu\n")
-        return False
+        return None
 
-    monkeypatch.setattr(run_table, "run_jobs", run_jobs)
+    monkeypatch.setattr(run_table, "run_job", run_job)
     monkeypatch.setattr(run_table, "check_files", lambda arguments: None)
     arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
     arguments["overrides"] = ["init.weights=/a b.pt"]
@@ -128,10 +125,11 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
     assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
     assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
     assert run_table.run(RunTable(**arguments)) == 0 and len(commands) == 4
-    assert calls == [(3, 0), (1, 2)]
+    assert places == ["job 1 of 3", "job 2 of 3", "job 3 of 3", "job 1 of 1"]
+    assert "\n1 succeeded, 2 had already finished, 0 failed\n" in capsys.readouterr().out
     assert not any(job.has_ended for job in run_table.trainings_of(RunTable(**arguments, devices=2)))
     assert run_table.run(RunTable(**{**arguments, "overrides": ["trainer.steps=1"]})) == 0
-    assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
+    assert places[4:] == places[:3]  # other commands: each training refuses what it cannot continue
 
 
 @pytest.mark.usefixtures("of_few_tables")

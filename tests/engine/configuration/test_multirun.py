@@ -1,12 +1,14 @@
 """Sweeps: which jobs -m makes of a command, where they write, which of them run, and what workers unpickle."""
 
 import importlib
+import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 import train_imagenet
@@ -23,14 +25,11 @@ def swept(monkeypatch, tmp_path):
     monkeypatch.setattr(BasicSweeper, "validate_batch_is_legal", lambda *_: None)  # composes every job again
     started, fails = {}, False
 
-    def run(jobs: dict[str, list[str]], console: object, *, ended_before: int, variables: object) -> dict[str, str]:
-        print(f"ended before: {ended_before}")
-        started.update(jobs)
-        for command in jobs.values():
-            (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
-            Path(run_dir).mkdir(parents=True, exist_ok=True)
-            Path(run_dir, "results.json").write_text('{"top1": 0.5}')
-        return dict.fromkeys(jobs, "exit status 1") if fails else {}
+    def run(place: str, title: str, command: list[str], console: object) -> str | None:
+        started[title] = command
+        (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        return f"{title}: exit status 1" if fails else None
 
     def start(*arguments: str, failed: bool = False) -> dict[str, list[str]]:
         nonlocal fails
@@ -38,7 +37,7 @@ def swept(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["train_imagenet.py", *arguments])
         monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train_imagenet.py", *arguments])
         started.clear()
-        monkeypatch.setattr(multirun, "run_jobs", run)
+        monkeypatch.setattr(multirun, "run_job", run)
         train_imagenet.main()
         return dict(started)
 
@@ -80,7 +79,8 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     finish(jobs["seed=1"], monkeypatch)
     capsys.readouterr()
     assert list(swept(*arguments)) == ["seed=0", "seed=2"]
-    assert "already finished: seed=1\nended before: 1\n" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert said.startswith("already finished: seed=1\n2 succeeded, 1 had already finished, 0 failed\ncompare ")
     importlib.import_module("scripts.compare_runs")  # declares the command
     compare = shlex.split(next(line for line in said.splitlines() if line.startswith("compare")))[1:]
     assert checked("compare_runs", *compare[3:]).runs == "a b"
@@ -89,9 +89,12 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     assert list(swept(*arguments)) == ["seed=0", "seed=1", "seed=2"]
 
 
-def test_a_sweep_fails_if_a_job_has_failed(swept):
+def test_a_sweep_fails_if_a_job_has_failed_after_all_have_run(swept, capsys):
     with pytest.raises(SystemExit, match="^error: seed=0: exit status 1$"):
         swept("-m", "seed=0,1", failed=True)
+    assert "0 succeeded, 0 had already finished, 2 failed\nfailed: seed=0: exit status 1\nfailed: seed=1: " in (
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,16 @@ def test_jobs_that_would_replace_each_others_files_are_refused():
     check("results=a-${tta.flip}.json")
 
 
+def test_jobs_know_how_many_share_their_machine(swept, monkeypatch):
+    """Joblib starts several at once. They divide the cores (`distributed.cores_per_rank`)."""
+    seen: list[str] = []
+    monkeypatch.setattr(multirun, "has_ended", lambda *_: seen.append(os.environ[distributed.JOBS_HERE]))
+    monkeypatch.setattr(BasicLauncher, "__init__", lambda self, n_jobs=None: None)
+    swept("-m", "seed=0,1")
+    swept("-m", "seed=2,3", "+hydra.launcher.n_jobs=-2")
+    assert seen == ["1", "1", "-2", "-2"] and distributed.JOBS_HERE not in os.environ
+
+
 def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
     monkeypatch.setattr(distributed, "launcher", lambda: "torchrun")
     with pytest.raises(SystemExit, match="^error: -m under torchrun: .* for s in 0 1; do torchrun … seed="):
@@ -164,7 +177,7 @@ def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
 def test_a_sweep_of_a_command_without_run_directories_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     started: list[str] = []
-    monkeypatch.setattr(multirun, "run_jobs", lambda jobs, *_, **__: started.extend(jobs) or {})
+    monkeypatch.setattr(multirun, "run_job", lambda place, title, *_: started.append(title))
     monkeypatch.setattr(sys, "argv", ["eval.py", "-m", "checkpoint=a.pt", "tta.flip=false,true"])
     importlib.import_module("eval").main()
     assert started == ["tta.flip=False", "tta.flip=True"] and list(tmp_path.iterdir()) == []

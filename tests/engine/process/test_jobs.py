@@ -8,7 +8,7 @@ import pytest
 
 from engine.process import jobs
 from engine.process.console import make_console
-from engine.process.jobs import run_jobs
+from engine.process.jobs import ENDED_BEFORE, print_summary, run_job
 from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
 
 
@@ -16,53 +16,52 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_all_jobs_run_and_each_failure_is_a_line(capfd):
+def test_each_failure_is_a_line(capfd):
     commands = {
         "good": python("print('printed')"),
         "wrong": python("import sys; sys.exit('error: what is wrong')"),
         "killed": python("import os; os.kill(os.getpid(), 9)"),
         "silent": python("import sys; sys.exit(3)"),
-        "last": python("import os; print(os.environ['JOB'], 'end')"),
     }
-    assert len(run_jobs(commands, make_console(), ended_before=5, variables={"JOB": "the"})) == 3
-    assert "JOB" not in os.environ
+    console = make_console()
+    results = [run_job("job 2 of 5", title, command, console) for title, command in commands.items()]
+    assert len(print_summary([ENDED_BEFORE, *results, ENDED_BEFORE], console)) == 3
     printed = capfd.readouterr()
-    *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 3 failed\n")
+    *_, summary = printed.out.partition("1 succeeded, 2 had already finished, 3 failed\n")
     assert summary.splitlines() == [
         "failed: wrong: exit status 1",
         "failed: killed: killed by SIGKILL",
         "failed: silent: exit status 3",
     ]
-    assert "job 2 of 5: wrong\n" in printed.out and "printed\n" in printed.out and "the end\n" in printed.out
+    assert "job 2 of 5: wrong\n" in printed.out and "printed\n" in printed.out
     assert "error: what is wrong\n" in printed.err
 
 
 @pytest.mark.parametrize("number", ONE_REQUEST_SECONDS)
-def test_a_stop_goes_on_to_the_job_and_no_other_starts(number, tmp_path):
+def test_a_stop_goes_on_to_the_job_and_ends_all(number, tmp_path):
     """The job asks its parent to stop, and ends by the same signal."""
-    heard, second = tmp_path / "heard", tmp_path / "other"
+    heard = tmp_path / "heard"
     code = f"""
 import os, pathlib, signal, sys, time
 signal.signal({number:d}, lambda *_: sys.exit(pathlib.Path({str(heard)!r}).write_text("")))
 os.kill(os.getppid(), {number:d})
 time.sleep(60)
 """
-    commands = {"first": python(code), "second": python(f"open({str(second)!r}, 'w')")}
     before = signal.signal(number, own := signal.SIG_DFL)
     try:
         with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
-            run_jobs(commands, make_console())
-        assert heard.exists() and not second.exists() and signal.getsignal(number) == own
+            run_job("job 1 of 2", "first", python(code), make_console())
+        assert heard.exists() and signal.getsignal(number) == own
     finally:
         signal.signal(number, before)
 
 
-def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored():
+def test_a_job_that_was_asked_to_stop_ends_all_and_ignored_signals_stay_ignored():
     with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
-        run_jobs({"first": python(f"import sys; sys.exit({EXIT_CODE})"), "second": python("")}, make_console())
+        run_job("job 1 of 2", "first", python(f"import sys; sys.exit({EXIT_CODE})"), make_console())
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does for a job in the background
     try:
-        assert run_jobs({"only": python(f"import os; os.kill({os.getpid()}, 2)")}, make_console()) == {}
+        assert run_job("job", "only", python(f"import os; os.kill({os.getpid()}, 2)"), make_console()) is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -82,7 +81,7 @@ time.sleep(60)
     before = signal.signal(signal.SIGUSR2, lambda *_: handled.append(checkpoint.exists()))
     try:
         with pytest.raises(Preempted):
-            run_jobs({"only": python(code)}, make_console())
+            run_job("job", "only", python(code), make_console())
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert handled == [True]
