@@ -146,18 +146,13 @@ class ClassificationRun(TrainingRun):
             yield f"{folder_text}; {self.data.name} has {extent.official_class_count}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
-        """Override the keys of crops, batches and the classes' order. ValueError: they do not fit the images."""
+        """Override the keys of crops and batches. ValueError: they do not fit the images."""
         data = self.data
         if isinstance(options, Evaluation):
             if isinstance(options.batch_size, int):
                 self.trainer.evaluate_batch_size = options.batch_size
             elif options.view == TEN_CROP:
                 self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
-            order = options.data.class_order
-            if order is not None and not isinstance(data, ClassFoldersData):
-                raise ValueError(f"data.class_order={order}: {data.name} has no class folders; leave this out")
-            if isinstance(data, ClassFoldersData):
-                data.class_order = order or data.class_order
         if isinstance(data, ImageNetData):
             data.apply_crop(options.crop, options.resize)
             return

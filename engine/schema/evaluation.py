@@ -87,7 +87,15 @@ class TrainedNetwork(Plugins):
     needed: ClassVar[tuple[str, ...]] = NETWORK  # groups of the training whose choices the command builds
 
     def apply_to(self, config: TrainingRun) -> None:
-        """Override the training's keys by those given here. ValueError if they do not fit the network."""
+        """Override the training's keys by those given here. ValueError if they do not fit the network or its data."""
+        for group in ("data", "head"):
+            choice: Any = getattr(config, group, None)
+            for name, value in vars(getattr(self, group)).items():
+                if value in (None, "") or name == "split":  # a training has two splits
+                    continue
+                if not hasattr(choice, name):
+                    raise ValueError(f"{group}.{name}={value}: {group}={choice.name} has no such key; leave it out")
+                setattr(choice, name, value)
         config.trainer.precision = self.precision or config.trainer.precision
         config.check_precision()
         config.apply_options(self)
@@ -120,7 +128,6 @@ class Evaluation(TrainedNetwork):
     scores: dict[str, Score] = several()  # to add to those of the training: [NAME,NAME]
 
     def apply_to(self, config: TrainingRun) -> None:
-        config.data.root = self.data.root or config.data.root
         config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         super().apply_to(config)
         config.trainer.evaluate_images = None

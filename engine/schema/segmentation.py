@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from engine.schema.data import Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
 from engine.schema.keys import choice, group, key
-from engine.schema.network import DeepLabV3Head, Head
+from engine.schema.network import Head
 from engine.schema.training import Trainer, TrainingRun
 
 
@@ -120,15 +120,7 @@ class SegmentationRun(TrainingRun):
     sampler: Sampler = group()
 
     def apply_options(self, options: TrainedNetwork) -> None:
-        """Override the keys of images and pooling. ValueError: the head or the stride does not fit them."""
-        self.data.base_size = options.data.base_size or self.data.base_size
-        if options.data.antialias is not None:
-            self.data.antialias = options.data.antialias
-        if options.head.pooling_size is not None:
-            if not isinstance(self.head, DeepLabV3Head):
-                text = f"head.pooling_size={options.head.pooling_size}: head={self.head.name} has no pooling window"
-                raise ValueError(f"{text}; leave it out")
-            self.head.pooling_size = options.head.pooling_size
+        """Override the images at once. ValueError: the window does not fit the network's stride."""
         if isinstance(options, Evaluation) and options.batch_size is not None:
             self.trainer.evaluate_batch_size = options.batch_size
         size = options.window.size
