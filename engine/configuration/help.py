@@ -5,7 +5,7 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -17,53 +17,47 @@ from engine.schema.evaluation import CLASSIFICATION, SEGMENTATION
 from engine.schema.keys import Declared, Keys, expected
 
 LONGEST_VALUE = 50
-TASKS = (SEGMENTATION, CLASSIFICATION)
+MARGIN = 34 * " "
+# Comment lines, KEY: TYPE, and lines that continue it.
+DECLARATION = re.compile(r"((?:^ +# .*\n)*)^ +(\w+): (.*\n(?:(?! +\w+: | +# | *\n).+\n)*)", re.MULTILINE)
 
 
 def help_text(description: str, command: str, schema: type, values: DictConfig) -> str:
     """The description, the choices of a command's groups that fit its schema, and the keys of `values`."""
     columns = max(60, min(shutil.get_terminal_size().columns, 120))
     parts = [description.strip()]
-    groups = dict(_choices(command, schema))
+    groups = [_row(name, meaning, columns) for name, meaning in _choices(command, schema)]
     if groups:
-        parts += ["", "Groups (group=choice; * is chosen if none is given):", *_rows(groups, 34, columns)]
-    keys = dict(_keys(values))
+        parts += ["", "Groups (group=choice; * is chosen if none is given):", *groups]
+    keys = [_row(name, meaning, columns) for name, meaning in _keys(values)]
     if keys:
-        parts += ["", "Keys (key=value; ??? must be given; null: not given):", *_rows(keys, 34, columns)]
+        parts += ["", "Keys (key=value; ??? must be given; null: not given):", *keys]
     return "\n".join([*parts, "", "Hydra's own options: --hydra-help"])
 
 
 def _choices(command: str, schema: type) -> Iterator[tuple[str, str]]:
-    """(group=choice, its meaning), the default of each group first; experiments by folder, before all.
+    """(group=choice, its meaning), the default of each group first; experiments, before all, by folder.
 
     Choices whose first sentence begins with "For TASK: " are left out of the help of other tasks.
     """
     advice = sentences(schema)
     command_task = getattr(schema, "task", None)
-    other_tasks = tuple(f"For {task}: " for task in TASKS if command_task not in (None, task))
+    other_tasks = tuple(f"For {task}: " for task in (SEGMENTATION, CLASSIFICATION) if command_task not in (None, task))
     for group, default in sorted(groups_in(command).items(), key=lambda pair: pair[0] != "experiment"):
-        names = choices(group, schema)
-        if group == "experiment":
-            yield from _experiments(names)
-            continue
         if group in advice:
             yield group, advice[group]
-        for name in sorted(names, key=lambda name: name != default):
-            sentence = about_choice(group, name)
-            if not sentence.startswith(other_tasks):
-                mark = " *" if name == default else ""
-                yield f"{group}={name}{mark}", sentence.removeprefix(f"For {command_task}: ")
-
-
-def _experiments(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(experiment=FOLDER/…, how many there are) of each folder; (experiment=NAME, its meaning) of one in no folder."""
-    for folder, experiments in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
-        if folder:
-            count = len([*experiments])
-            plural = "experiments" if count > 1 else "experiment"
-            yield f"experiment={folder}/…", f"{count} {plural}: configs/experiment/{folder}"
-        else:
-            yield from ((f"experiment={name}", about_choice("experiment", name)) for name in experiments)
+        names = sorted(choices(group, schema), key=lambda name: name != default)
+        for folder, in_folder in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
+            if folder and group == "experiment":
+                count = len([*in_folder])
+                plural = "s" if count > 1 else ""
+                yield f"{group}={folder}/…", f"{count} experiment{plural}: configs/experiment/{folder}"
+                continue
+            for name in in_folder:
+                sentence = about_choice(group, name)
+                if not sentence.startswith(other_tasks):
+                    mark = " *" if name == default else ""
+                    yield f"{group}={name}{mark}", sentence.removeprefix(f"For {command_task}: ")
 
 
 def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
@@ -98,24 +92,10 @@ def sentences(schema: type) -> dict[str, str]:
     """{field: the comments above and beside its declaration}, of a dataclass and its base classes."""
     sentence_by_field: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(schema.__mro__)):
-        comments_by_field: dict[str, list[str]] = {}
-        above: list[str] = []  # of the next declaration
-        beside: list[str] = []  # of the last one, to which lines may be added
-        for line in inspect.getsource(owner).splitlines():
-            code, *texts = re.split(r"(?:^|\s)# ", line, maxsplit=1)
-            comment = [re.sub(r"type: ignore\[.*?\]\s*(# )?", "", text) for text in texts]
-            declaration = re.match(r"\s+(\w+): ", code)
-            if declaration:
-                beside = comments_by_field[declaration[1]] = [*above, *comment]
-                above = []
-            elif code.strip():
-                beside += comment
-            elif comment:
-                above += comment
-            else:  # a blank line ends what belongs together
-                above = []
-                beside = []
-        sentence_by_field |= {name: " ".join(parts) for name, parts in comments_by_field.items() if parts}
+        for above, name, code in DECLARATION.findall(inspect.getsource(owner)):
+            comments = re.findall(r"\s# (?:type: ignore\[.*?\]\s*(?:# )?)?(.*)", above + code)
+            if comments:
+                sentence_by_field[name] = " ".join(comments)
     return sentence_by_field
 
 
@@ -128,12 +108,8 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _rows(rows: dict[str, str], width: int, columns: int) -> Iterator[str]:
+def _row(name: str, meaning: str, columns: int) -> str:
     """Two columns: a key or group, and wrapped text about it."""
-    for name, meaning in rows.items():
-        lines = textwrap.wrap(meaning, columns - width, break_long_words=False) or [""]
-        if len(name) + 4 > width:
-            lines.insert(0, "")
-        for line in lines:
-            yield f"  {name:{width - 2}}{line}".rstrip()
-            name = ""
+    text = textwrap.fill(meaning, columns, initial_indent=MARGIN, subsequent_indent=MARGIN, break_long_words=False)
+    start = f"  {name}"
+    return start + text[len(start) :] if len(start) < len(MARGIN) - 1 else f"{start}\n{text}".rstrip()
