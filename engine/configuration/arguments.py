@@ -12,9 +12,9 @@ NO_KEY = "there is no such key"
 DASHES = "keys have no dashes"
 NO_VALUE = "expected key=value"
 SPACE = "expected key=value without spaces"
-DETECTRON2_KEY = re.compile(r"[A-Z_]+(\.[A-Z0-9_]+)+")
 KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
+TEXT = re.compile(r"(?!-|[A-Z_]+(\.[A-Z0-9_]+)+$)[^=]*(/.*)?", re.DOTALL)  # no option, key of detectron2, or key=value
 
 
 class Argument(NamedTuple):
@@ -35,41 +35,33 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
     while remaining:
         word = remaining.pop(0)
         prefixed_name, equals, value = word.partition("=")
-        has_dashes = prefixed_name.startswith("-")
-        name = prefixed_name.lstrip("-").replace("-", "_") if has_dashes else prefixed_name.lstrip("+")
+        is_option = word.startswith("-")
+        name = prefixed_name.lstrip("-").replace("-", "_") if is_option else prefixed_name.lstrip("+")
+        next_values = _values_in_front(remaining)
         if equals and name:
             is_key = name in keys or any(key.startswith(f"{name}.") for key in keys)
             value = unquoted(value)
-            fault = DASHES if has_dashes else "" if is_key else NO_KEY
+            fault = DASHES if is_option else "" if is_key else NO_KEY
             yield Argument(f"{prefixed_name}={value}", name, value, fault)
-        elif has_dashes or _is_key(word, remaining, keys):
-            values = _values_in_front(remaining)
-            del remaining[: len(values)]
-            value = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
-            yield Argument(" ".join([word, *values]), name, value, DASHES if has_dashes else SPACE)
+        elif is_option or (next_values and _is_key(word, next_values[0], keys)):
+            del remaining[: len(next_values)]
+            value = f"[{','.join(next_values)}]" if len(next_values) > 1 else "".join(next_values)
+            yield Argument(" ".join([word, *next_values]), name, value, DASHES if is_option else SPACE)
         else:
-            yield Argument(word, ALONE, word, NO_VALUE)
+            yield Argument(word or "an empty argument", ALONE, word, NO_VALUE)
 
 
-def _is_key(word: str, next_words: Sequence[str], keys: Collection[str]) -> bool:
-    """Whether a word without = is a key, and the next one its value."""
-    if not KEY.fullmatch(word) or not next_words or not _is_value(next_words[0]) or advice_about(ALONE, word, keys):
-        return False
-    return "." in word or word in keys or advice_about(word, next_words[0], keys) is not None
-
-
-def _values_in_front(words: Sequence[str]) -> Sequence[str]:
+def _values_in_front(words: Sequence[str]) -> list[str]:
     """The value that words begin with, or several numbers, such as 224 224; none if they begin with another key."""
     numbers = [*itertools.takewhile(NUMBER.fullmatch, words)]
-    if len(numbers) > 1:
-        return numbers
-    return words[:1] if words and _is_value(words[0]) else []
+    return numbers or [word for word in words[:1] if TEXT.fullmatch(word)]
 
 
-def _is_value(word: str) -> bool:
-    if word.startswith("-") or DETECTRON2_KEY.fullmatch(word):
-        return NUMBER.fullmatch(word) is not None
-    return "/" in word.partition("=")[0] or "=" not in word
+def _is_key(word: str, next_word: str, keys: Collection[str]) -> bool:
+    """Whether a word without = is a key, and the next one its value."""
+    if not KEY.fullmatch(word) or advice_about(ALONE, word, keys):
+        return False
+    return "." in word or word in keys or advice_about(word, next_word, keys) is not None
 
 
 def unquoted(value: str) -> str:

@@ -4,7 +4,7 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra.errors import HydraException
@@ -40,41 +40,31 @@ class Messages:
     def message(self, words: Sequence[str], error: Exception) -> str:
         """The message about words that caused an error: what to give instead of all arguments that are wrong.
 
-        If none is known to be wrong, it is about a word that is not key=value, else about the error itself.
+        If none is known to be wrong, it is about the + or ~ of a word, else about the error itself.
         """
         for word in words:
             if TORCHRUN_OPTION.match(word):
                 return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
-        path_word = _word_of_split_path(words)
-        if path_word:
-            return f"{path_word}: quote the space for the shell, as in '{path_word}'"
+        split_word = _split_at_spaces(words)
+        if split_word:
+            return f"{split_word}: quote the space for the shell, as in '{split_word}'"
         our_words = [word for word in words if "=" not in word or not HYDRA_KEY.match(_key_in(word))]
-        wrong = (argument for argument in arguments(our_words, self.keys) if not self._is_right(argument, error))
-        answers = [(argument, advice) for argument in wrong if (advice := self._advice(argument))]
+        advice_by_argument = {argument: self._advice(argument) for argument in arguments(our_words, self.keys)}
+        answers = {argument: advice for argument, advice in advice_by_argument.items() if advice}
         if answers:
             return self._joined(answers, our_words)
-        about_forms = filter(None, map(self._about_form, our_words))
-        return next(about_forms, None) or self._about_error(error, _wrong_word(words, error))
-
-    def _is_right(self, argument: Argument, error: Exception) -> bool:
-        """Whether the command surely takes an argument: it has the choice, or the key and the value fits.
-
-        A text fits every key of texts, so it may be what is wrong.
-        """
-        _, name, value, fault = argument
-        if fault or str(error).startswith(f"{name}="):
-            return False
-        if name in self.groups:
-            return self._wrong_choice(name, value) is None
-        declared = self.declared.get(name)
-        if declared is None:
-            return False
-        is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
-        return not is_text and fits(value, declared)
+        for word in our_words:
+            if word.startswith("~"):
+                return f"{word}: leave {word[1:]} out to keep its default"
+            if word.startswith("+") and _key_in(word) in self.groups:
+                return f"{word}: leave out the +: {word.lstrip('+')}"
+        return self._about_error(error, _wrong_word(words, error))
 
     def _advice(self, argument: Argument) -> Advice | None:
         """What to give instead of an argument; None if it may be right, or if the error says more."""
-        _, name, value, fault = argument
+        text, name, value, fault = argument
+        if not fault and self._takes(name, value):
+            return None
         nearest = [] if name in self.keys else self._nearest_keys(name, value)
         advice = self._advice_of_words(argument, [key for key in nearest if _last(key) == _last(name).lower()])
         if advice is not None:
@@ -82,13 +72,29 @@ class Messages:
         if name in self.keys:
             pair = self._pair(name, value)
             return self._correction(name, value) or (Advice(pair, f"give {pair}") if fault else None)
+        if fault == NO_VALUE:
+            is_cut = text.endswith((",", "]", "}"))  # by the shell, at a space
+            return Advice("", QUOTE if is_cut else f"{SPACE}; {HELP}")
         parent = self.declared.get(name.rpartition(".")[0])
-        if fault in ("", NO_VALUE) or (parent and parent.kind is Any):
+        if not fault or (parent and parent.kind is Any):
             return None
         pairs = [self._pair(key, value) for key in nearest]
         if pairs:
             return Advice(pairs[0] if len(pairs) == 1 else "", f"give {' or '.join(pairs)}")
         return Advice("", NO_NEAREST if fault == NO_KEY else HELP)
+
+    def _takes(self, name: str, value: str) -> bool:
+        """Whether the command surely takes a value: it has the choice, or the key and the value fits.
+
+        A text fits every key of texts, so it may be what is wrong.
+        """
+        if name in self.groups:
+            return self._about_choice(name, value) is None
+        declared = self.declared.get(name)
+        if declared is None:
+            return False
+        is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
+        return not is_text and fits(value, declared)
 
     def _advice_of_words(self, argument: Argument, same: list[str]) -> Advice | None:
         """Advice from other programs' words; None if one of our keys with the `same` last part counts before it."""
@@ -124,34 +130,22 @@ class Messages:
         None if the key takes it, or if only the error of setting it can say more.
         """
         if name in self.groups:
-            choice = self._wrong_choice(name, value)
-            return None if choice is None else Advice("", self._about_choice(name, choice))
+            sentence = self._about_choice(name, value)
+            return None if sentence is None else Advice("", sentence)
         likely = _likely_value(value, self.declared[name])
         return None if likely is None else Advice(f"{name}={likely}", self._about_value(name, value))
 
-    def _about_form(self, word: str) -> str:
-        """The message about a word that is not key=value."""
-        name, equals, value = word.lstrip("+").partition("=")
-        if word.startswith("~"):
-            return f"{word}: leave {word[1:]} out to keep its default"
-        if not equals or name != name.strip() or not name:
-            is_cut = word.endswith((",", "]", "}"))  # by the shell, at a space
-            return f"{word or 'an empty argument'}: {QUOTE if is_cut else f'{SPACE}; {HELP}'}"
-        return f"{word}: leave out the +: {word.lstrip('+')}" if word[0] == "+" and name in self.groups else ""
-
-    def _wrong_choice(self, group: str, text: str) -> str | None:
-        """The first choice in a text that a group does not have; None if it has all, or if only Hydra can tell."""
-        is_list = group in self.declared and "is_list" in self.declared[group].metadata
-        texts = [part.strip("[]") for part in text.split(",")] if is_list else [text]
+    def _about_choice(self, group: str, text: str) -> str | None:
+        """What is wrong with a choice, or with one in a list; None if a group has it, or if only Hydra can tell."""
         names = choices(group, self.schema)
-        if is_list:
-            names.append("")  # of [], which chooses none
-        chosen = (part.removesuffix(".yaml") for part in texts)
-        return next((choice for choice in chosen if choice not in names and not choice.startswith(("[", "{"))), None)
-
-    def _about_choice(self, group: str, choice: str) -> str:
-        """What is wrong with a choice that a group does not have; commas separate arguments, or the choices of jobs."""
-        if "," in choice:
+        is_bracketed = text.startswith("[") and text.endswith("]")
+        is_list = is_bracketed or (group in self.declared and "is_list" in self.declared[group].metadata)
+        texts = [part.strip("[] ") for part in text.split(",")] if is_list else [text]
+        chosen = [name.removesuffix(".yaml") for name in texts if name or not is_list]  # [] chooses none
+        choice = next((name for name in chosen if name not in names and not name.startswith("{")), None)
+        if choice is None:
+            return None
+        if "," in choice:  # between arguments, or between the choices of jobs
             words = re.sub(r",\s*(?=[\w.]+=|$)", " ", choice).strip()
             if words == choice:
                 return "expected one choice; with -m the command runs once for each"
@@ -159,7 +153,7 @@ class Messages:
         tasks = [task for task, run in RUNS.items() if choice in choices(group, run)]
         if tasks and self.schema in RUNS.values():
             return f"it is for {tasks[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
-        sentence = no_such(group, choice, choices(group, self.schema))
+        sentence = no_such(group, choice, names)
         return sentence if tasks or group not in CHOICES or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
 
     def _about_error(self, error: Exception, word: str) -> str:
@@ -206,23 +200,26 @@ class Messages:
         advice = self._advice(Argument(name, name, "", NO_KEY))
         return f"{name}={SOME}: {NO_KEY}; {advice.say if advice else NO_NEAREST}"
 
-    def _joined(self, answers: list[tuple[Argument, Advice]], words: Sequence[str]) -> str:
+    def _joined(self, answers: Mapping[Argument, Advice], words: Sequence[str]) -> str:
         """One message about all arguments that are wrong."""
         gives = _one_value_each(answers)
         needed = self._needed_choice(gives, words)
         if len(answers) == 1:
-            ((argument, advice),) = answers
-            fault = f"{argument.fault}; " if argument.fault and not advice.say.startswith(NONE) else ""
-            return f"{argument.text}: {fault}{advice.say}{needed}"
+            ((argument, advice),) = answers.items()
+            says_fault = not argument.fault or advice.say.startswith((NONE, argument.fault))
+            return f"{argument.text}: {'' if says_fault else f'{argument.fault}; '}{advice.say}{needed}"
         titles: dict[str, list[str]] = {"": []}  # of the arguments with the same sentence; first of those to replace
-        for argument, advice in answers:
+        for argument, advice in answers.items():
             titles.setdefault("" if advice.give else advice.say, []).append(argument.title)
         replaced = " and ".join(titles.pop(""))
         sentences = [f"{' and '.join(same)}: {say}" for say, same in titles.items()]
-        if replaced and all(argument.fault == NO_KEY for argument, _ in answers):
-            there_are_no = "there are no such keys" if " and " in replaced else "there is no such key"
-            return "; ".join([f"{there_are_no} as {replaced}; give {' '.join(gives)}{needed}", *sentences])
-        return "; ".join([f"{replaced}: give {' '.join(gives)}{needed}", *sentences] if replaced else sentences)
+        if replaced:
+            start = f"{replaced}:"
+            if all(argument.fault == NO_KEY for argument in answers):
+                there_are = "there are no such keys" if " and " in replaced else "there is no such key"
+                start = f"{there_are} as {replaced};"
+            sentences.insert(0, f"{start} give {' '.join(gives)}{needed}")
+        return "; ".join(sentences)
 
     def _needed_choice(self, give: Sequence[str], words: Sequence[str]) -> str:
         """What must also be given, if only some choices of a group have a key."""
@@ -260,16 +257,12 @@ def _key_in(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def _word_of_split_path(words: Sequence[str]) -> str | None:
+def _split_at_spaces(words: Sequence[str]) -> str | None:
     """data.root=/my images, if that path exists and the shell has split it at its spaces; else None."""
-    for number, word in enumerate(words):
-        key, _, path = word.partition("=")
-        for next_word in words[number + 1 :]:
-            if not path or "=" in next_word:
-                break
-            path = f"{path} {next_word}"
-            if os.path.exists(path):
-                return f"{key}={path}"
+    for start, end in itertools.combinations(range(len(words) + 1), 2):
+        key, _, path = " ".join(words[start:end]).partition("=")
+        if end - start > 1 and " " not in key and os.path.exists(path):
+            return f"{key}={path}"
     return None
 
 
@@ -282,10 +275,10 @@ def _wrong_word(words: Sequence[str], error: Exception) -> str:
     return next((word for word in reversed(words) if _key_in(word) == key), "")
 
 
-def _one_value_each(answers: Iterable[tuple[Argument, Advice]]) -> list[str]:
+def _one_value_each(answers: Mapping[Argument, Advice]) -> list[str]:
     """What to give for several arguments. Of two values for a key, one that was given counts more than our own."""
     value_by_key: dict[str, str] = {}
-    for argument, advice in answers:
+    for argument, advice in answers.items():
         for key, value in pairs_in(advice.give).items():
             if key not in value_by_key or value == argument.value:
                 value_by_key[key] = value

@@ -19,6 +19,8 @@ ANSWERS = {
     "train_seg.py optim=adamw optim.nesterov=true": "optim.nesterov is for optim=sgd; another optim is chosen",
     "train_seg.py experiment=cifar10/resnet14": "is for classification: train_seg.py trains segmentation, ",
     "train_seg.py experiment=camvid/resnext_smal": "the nearest is camvid/resnext_small",
+    "train_seg.py 'norm=[inplac]'": "there is no such norm; the nearest are inplace, inplace_1",
+    "train_seg.py 'optim=[sgd],seed=1'": "spaces between arguments, without commas: optim=[sgd] seed=1",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",
     "train_seg.py lr_schedule=cosin": "the nearest is cosine",
     "train_seg.py trainer.interval=10": "give trainer.log_every_steps, trainer.evaluate_every_steps or trainer.checkp",
@@ -85,7 +87,8 @@ ANSWERS = {
     "train_seg.py norm@norm=std": "Could not override 'norm@norm'. Did you mean to override norm?",
     "train_seg.py hydra/launcher=nope": "Could not find 'hydra/launcher/nope'",
     "train_seg.py --nproc-per-node 4": "is an option of torchrun: give it before the program",
-    "train_seg.py optim.lr =0.1": "optim.lr: expected key=value without spaces",
+    "train_seg.py optim.lr =0.1": "optim.lr and =0.1: expected key=value without spaces; --help lists the keys",
+    "train_seg.py epochs=3 foo": "epochs: give trainer.epochs=3; foo: expected key=value without spaces",
     "train_seg.py data=folder,data.root=DIR": "spaces between arguments, without commas: data=folder data.root=DIR",
     # Values: slips and units, types, lists, quotes for the shell and for Hydra.
     "train_seg.py data.crop_size=512*1024": "give data.crop_size=512 data.crop_aspect=2",
