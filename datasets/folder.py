@@ -263,6 +263,8 @@ class LabelFiles(NamedTuple):
     unpaired: list[Path]  # labels without an image
     unlabelled: list[Path]  # images without a label, unless no image of a split "test" has one
     folder: Path  # of the images that lists may name
+    listable: dict[str, Path]  # these images, by name
+    labelled: dict[str, Path]  # those of them that have labels
 
 
 def check_whole(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> None:
@@ -287,7 +289,7 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
     """Find all labels in a folder. `channels`: of its images. ValueError if there are none."""
     root = _LAYOUT.top(root)
     options.check()
-    label_files = LabelFiles({}, [], [], root / options.image_folder)
+    label_files = LabelFiles({}, [], [], root / options.image_folder, {}, {})
     images_above = dict[Path, dict[str, Path]]()  # by the folder above them, where some have no label
     for above in _folders_holding(root, {options.image_folder, options.folder}):
         labels = options.labels(above / options.folder)
@@ -298,6 +300,9 @@ def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL, 
         images = options.images(_image_files(image_folder, channels))
         label_files.images.update({path: images[name] for name, path in labels.items() if name in images})
         label_files.unpaired.extend(path for name, path in labels.items() if name not in images)
+        if above == root:
+            label_files.listable.update(images)
+            label_files.labelled.update({name: path for name, path in images.items() if name in labels})
         unlabelled = [path for name, path in images.items() if name not in labels]
         if labels or above.name != WITHHELD:
             label_files.unlabelled.extend(unlabelled)

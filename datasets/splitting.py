@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.file_list import composed, printable
+from datasets.file_list import printable
 from datasets.folder import WITHHELD, LabelFiles, names_on_list, names_on_no_list, split_folders
 from datasets.layout import first_of
 
@@ -19,21 +19,21 @@ _DIVISIONS_TRIED = 200_000  # by a beam search, unless there are few or many sou
 
 
 def sources_of(
-    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, key: str, add: bool = False
+    root: Path, labels: LabelFiles, lists: Iterable[str], parts: int, group: str | None, add: bool = False
 ) -> dict[str, str]:
     """{image: source} for `lists` in a folder of images and `labels`: the labelled images in `root`/images, by name.
 
     Images on the list of a test split are left out. An image's source is what the first group of the regular expression
-    `group` matches in its name; None: the image itself. `key`: the option that gave it. `add`: the lists are there, and
-    images of sources on the list of a test split are left out, too.
+    `group` matches in its name; None: the image itself. `add`: the lists are there, and images of sources on the list
+    of a test split are left out, too.
     ValueError: a list, or a split of its name, is there (to `add`: is not); an image cannot be listed, or has no
     source; there are fewer sources than `parts`.
     """
     folder = labels.folder
     _check_lists(root, folder, lists, add)
     has_test_list = (root / f"{WITHHELD}.txt").is_file()
-    withheld = names_on_list(root, root / WITHHELD, listable_images(labels)) if has_test_list else ()
-    names = sorted(_labelled_images(labels).keys() - {*withheld})
+    withheld = names_on_list(root, root / WITHHELD, labels.listable) if has_test_list else ()
+    names = sorted(labels.labelled.keys() - {*withheld})
     unprintable = [name for name in names if printable(name) != name]
     if unprintable:
         raise ValueError(f"no list can hold the names of {len(unprintable)} images: rename {first_of(unprintable)}")
@@ -42,12 +42,12 @@ def sources_of(
     sourceless = [name for name in names if name not in sources]
     if sourceless:
         count = f"{len(sourceless)} of {len(names)}"
-        raise ValueError(f"{key}={group} finds no source in {count} names: {first_of(sourceless)}")
+        raise ValueError(f"group={group} finds no source in {count} names: {first_of(sourceless)}")
     test_sources = {sources.get(name) for name in withheld} if add else set()
     sources = {name: sources[name] for name in names if sources[name] not in test_sources}
     source_count = len({*sources.values()})
     if source_count < parts:
-        kind = f"images with labels in {folder}" if group is None else f"sources by {key}={group}"
+        kind = f"images with labels in {folder}" if group is None else f"sources by group={group}"
         raise ValueError(f"there are {source_count} {kind}: expected at least {parts}, one for each list")
     return sources
 
@@ -69,25 +69,10 @@ def _check_lists(root: Path, folder: Path, lists: Iterable[str], add: bool) -> N
             raise ValueError(f"{root / name} is a split already: lists are for images in {folder} alone")
 
 
-def listable_images(labels: LabelFiles) -> dict[str, Path]:
-    """{name: path} of the images in the folder that lists may name, by the names that lists have."""
-    folder = labels.folder
-    paths = [path for path in (*labels.images.values(), *labels.unlabelled) if path is not None]
-    below = {path: path.relative_to(folder) for path in paths if folder in path.parents}
-    return {composed(name.with_suffix("").as_posix()): path for path, name in below.items()}
-
-
-def _labelled_images(labels: LabelFiles) -> dict[str, Path]:
-    """Those of `listable_images` that have labels."""
-    unlabelled = {*labels.unlabelled}
-    return {name: path for name, path in listable_images(labels).items() if path not in unlabelled}
-
-
 def unlisted_names(root: Path, labels: LabelFiles) -> list[str]:
     """The names of labelled images in `root`/images that are on no list, if there are lists."""
-    labelled = _labelled_images(labels)
-    names = names_on_no_list(root, root / WITHHELD, labelled)
-    return names if len(names) < len(labelled) else []
+    names = names_on_no_list(root, root / WITHHELD, labels.labelled)
+    return names if len(names) < len(labels.labelled) else []
 
 
 def parts_of(
@@ -98,11 +83,10 @@ def parts_of(
     `lists`: {name: (part, whether it holds this part)}. ValueError: a list cannot be read, or two parts have images of
     one source of `sources`.
     """
-    images = listable_images(labels)
     parts = dict[str, str]()
     first_of_source = dict[str, tuple[str, str]]()  # the part, and the image
     for stem, (part, holds_part) in lists.items():
-        for name in names_on_list(root, root / stem, images):
+        for name in names_on_list(root, root / stem, labels.listable):
             if not holds_part:
                 parts.setdefault(name, "")
                 continue

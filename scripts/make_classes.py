@@ -157,7 +157,9 @@ def make_classes(config: MakeClasses) -> Path:
         labels = folder_labels(config.data.root, options, config.data.channels)
         root = Path(str(config.data.root))
         check_record(config, root)
-        sources, listed = images_to_divide(config, root, labels)
+        lists = config.lists()
+        sources = sources_of(root, labels, lists, len(config.parts()), config.group, config.add) if lists else {}
+        listed = parts_of(root, labels, lists, sources) if config.add else {}
     console = make_console()
     file = root / CLASSES
     is_there = os.path.lexists(file)  # also a dangling link
@@ -177,19 +179,6 @@ def make_classes(config: MakeClasses) -> Path:
         reason = f"{WITHHELD}.txt, which never grows, has images of their source"
         console.print(f"{problem}: {reason}", soft_wrap=True)
     return file
-
-
-def images_to_divide(config: MakeClasses, root: Path, labels: LabelFiles) -> tuple[dict[str, str], dict[str, str]]:
-    """The sources of the images for the lists, and the parts of those that are listed; both empty without lists.
-
-    ValueError: see `sources_of` and `parts_of`.
-    """
-    lists = config.lists()
-    if not lists:
-        return {}, {}
-    sources = sources_of(root, labels, lists, len(config.parts()), config.group, "group", config.add)
-    listed = parts_of(root, labels, lists, sources) if config.add else {}
-    return sources, listed
 
 
 def check_record(config: MakeClasses, root: Path) -> None:
@@ -483,18 +472,13 @@ def contents(path: Path, image: Path | None, channels: int, shallow: bool) -> Co
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
             stored = read(image, True)
-            other_size = size_beside(path, raw.shape[::-1], image_size(stored, True, channels))
+            size = image_size(stored, True, channels)
+            if raw.shape[::-1] != size:
+                other_size = f"{readable(path)} ({raw.shape[1]}x{raw.shape[0]}, {size[0]}x{size[1]})"
             if shallow or stored.may_have_16_bits:
                 values = decode_values(stored, channels=channels)
                 levels_use = use_of(values) if shallow or values.dtype == np.uint16 else None
     return Contents(kind, pixels, colours, other_size, levels_use)
-
-
-def size_beside(label: Path, size: tuple[int, ...], image_size: tuple[int, int]) -> str | None:
-    """A label's path and size, and the size of its image, (width, height); None if they are equal."""
-    if size == image_size:
-        return None
-    return f"{readable(label)} ({size[0]}x{size[1]}, {image_size[0]}x{image_size[1]})"
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

@@ -740,7 +740,7 @@ def test_splits_may_be_folders_in_the_images_folder(images, labels, suffix, root
         and not label_files.unpaired + label_files.unlabelled
     )
     with pytest.raises(ValueError, match="holds the splits train, val as folders: train on these, without lists"):
-        sources_of(nested, label_files, ["train", "val"], 2, None, "group")
+        sources_of(nested, label_files, ["train", "val"], 2, None)
     with pytest.raises(ValueError, match="give one of the splits that are there: train, val.$"):
         folder(nested, "validation", **names_given)
     if images == "img_dir":
