@@ -122,41 +122,25 @@ def _jitter_colours(
     covered[:] = seeded(jitter, pixels, seed).permute(1, 2, 0).numpy()
 
 
-def padded_share(
+def crop_shares(
     sizes: Sequence[tuple[int, int, int]],
     crop_size: tuple[int, int],
     scale: tuple[float, float],
     base_size: int | None = None,
-) -> float:
-    """The expected share of padding in the crops of a `TrainingTransform` if each image is sampled equally often.
+) -> tuple[float, float]:
+    """The expected shares of an image that a crop of a `TrainingTransform` shows, and of the crop that is padding.
 
-    `sizes`: (width, height, number of images) for each size of an image.
+    Each image is sampled equally often. `sizes`: (width, height, number of images) for each size of an image.
     """
-    heights, widths, images = _scaled_sides(sizes, scale, base_size)
-    covered = np.minimum(1, heights / crop_size[0]) * np.minimum(1, widths / crop_size[1])
-    return 1 - float(np.average((covered[1:] + covered[:-1]).mean(axis=0) / 2, weights=images))
-
-
-def shown_share(
-    sizes: Sequence[tuple[int, int, int]],
-    crop_size: tuple[int, int],
-    scale: tuple[float, float],
-    base_size: int | None = None,
-) -> float:
-    """The expected share of an image that a crop shows, like `padded_share`."""
-    heights, widths, images = _scaled_sides(sizes, scale, base_size)
-    shown = np.minimum(1, crop_size[0] / heights) * np.minimum(1, crop_size[1] / widths)
-    return float(np.average(shown.mean(axis=0), weights=images))
-
-
-def _scaled_sides(
-    sizes: Sequence[tuple[int, int, int]], scale: tuple[float, float], base_size: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Heights and widths at 65 scales, (scales, sizes), and the number of images of each size."""
     width, height, images = np.array(sizes, float).T
     base = 1.0 if base_size is None else base_size / np.maximum(width, height)
-    factors = base * np.linspace(*scale, 65)[:, None]
-    return height * factors, width * factors, images
+    factors = base * np.linspace(*scale, 65)[:, None]  # (scales, sizes), as all below
+    rows = height * factors / crop_size[0]  # of a scaled image, in crops
+    columns = width * factors / crop_size[1]
+    shown = np.minimum(1, 1 / rows) * np.minimum(1, 1 / columns)
+    covered = np.minimum(1, rows) * np.minimum(1, columns)
+    covered_share = np.average((covered[1:] + covered[:-1]).mean(axis=0) / 2, weights=images)
+    return float(np.average(shown.mean(axis=0), weights=images)), 1 - float(covered_share)
 
 
 def scale_size(size: tuple[int, int], scale: float) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from datasets.augmentations import MOST_MIXES
 from datasets.coco_stuff import LISTS
 from datasets.stored import COLOURS, MOST_CHANNELS
-from datasets.transforms import padded_share, shown_share
+from datasets.transforms import crop_shares
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, choice, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
@@ -149,7 +149,8 @@ class SegmentationData(Data):
         if not sizes:
             return []
         scale = self.scale[0], self.scale[1]
-        shown = shown_share(sizes, self.crop(), scale, self.base_size)
+        shares = partial(crop_shares, sizes, scale=scale, base_size=self.base_size)
+        shown, padding = shares(self.crop())
         if shown < _LITTLE_SHOWN:
             side = max(max(width, height) for width, height, _ in sizes)
             return [
@@ -157,14 +158,12 @@ class SegmentationData(Data):
                 f"up to {side} pixels): give data.base_size={2 * self.crop_size}, the longest side to which images are "
                 f"resized, or a larger data.crop_size"
             ]
-        padded = partial(padded_share, sizes, scale=scale, base_size=self.base_size)
-        share = padded(self.crop())
-        if share < _MUCH_PADDING:
+        if padding < _MUCH_PADDING:
             return []
         smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
-        fitting_size = next((size for size in smaller if padded(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
+        fitting_size = next((size for size in smaller if shares(self.crop(size))[1] < _LITTLE_PADDING), _CROP_STEP)
         return [
-            f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting_size}, which fits the images "
+            f"{100 * padding:.0f} % of a crop is padding: give data.crop_size={fitting_size}, which fits the images "
             f"(now {self.crop_size})"
         ]
 

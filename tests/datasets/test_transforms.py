@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 
 from datasets import TrainingTransform
 from datasets.image_transforms import seeded
-from datasets.transforms import base_scale, padded_share, scale_and_crop, scale_size
+from datasets.transforms import base_scale, crop_shares, scale_and_crop, scale_size
 
 FILL, IGNORE = (10, 20, 30), 255
 
@@ -145,7 +145,7 @@ def test_the_share_of_padding_is_expected_from_the_sizes_of_images(crop, base_si
     for width, height in [(128, 96)] * 1500 + [(40, 250)] * 500:
         (rows, columns), _, _ = transform.draw((height, width), rng)
         drawn.append(1 - min(rows, crop[0]) * min(columns, crop[1]) / (crop[0] * crop[1]))
-    expected = padded_share([(128, 96, 3), (40, 250, 1)], crop, transform.scale, base_size)
+    _, expected = crop_shares([(128, 96, 3), (40, 250, 1)], crop, transform.scale, base_size)
     assert abs(np.mean(drawn) - expected) < 0.02
 
 
