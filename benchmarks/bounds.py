@@ -34,15 +34,14 @@ def measure(arguments: frame.Arguments, name: str) -> Rows:
     with FakeTensorMode():
         network = zoo.build(name, SIDE)
         inputs = torch.randn(IMAGES, 3, SIDE, SIDE)
-        plan_rows = plan(network, inputs, [*SHARES, 1.0]).rows
+        plans = plan(network, inputs, [*SHARES, 1.0])
         began = time.process_time()
-        bounds = bounds_of(network, inputs, plan_rows)
-        seconds = round((time.process_time() - began) / len(plan_rows), 2)
-    largest = plan_rows[-1].budget
+        bounds = bounds_of(network, inputs, plans.rows)
+        seconds = round((time.process_time() - began) / len(plans.rows), 2)
     common = {"network": name, "seconds": seconds}
     rows = {}
-    for row, bound in zip(plan_rows[:-1], bounds, strict=False):
-        share = round(row.budget / largest, 3)
+    for row, bound in zip(plans.rows[:-1], bounds, strict=False):
+        share = round((row.budget + plans.gradients) / plans.plain, 3)  # budgets are beside gradients that come
         rows[share] = {**common, "share": share, "time": row.seconds, "bound": bound}
     return [*rows.values()]
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import bounds, frame, zoo
 from benchmarks.least_seconds import bounds_of, least_seconds
 from keepless import CheckpointedABN, plan
 from keepless.recompute.step.dry import rehearsed_step
@@ -156,7 +157,14 @@ def test_rows_of_a_plan_have_bounds():
     """Those that say little are None."""
     network, images = nn.Sequential(*(bottleneck(16, 8) for _ in range(3))), torch.randn(2, 16, 16, 16)
     rows = plan(network, images, (0.8, 0.6, "1MiB")).rows
-    bounds = bounds_of(network, images, rows)
-    assert bounds[2] == 0 < bounds[1]
-    for row, bound in zip(rows, bounds, strict=True):
+    bounds_of_rows = bounds_of(network, images, rows)
+    assert bounds_of_rows[2] == 0 < bounds_of_rows[1]
+    for row, bound in zip(rows, bounds_of_rows, strict=True):
         assert bound is None or row.seconds / 3 <= bound <= row.seconds
+
+
+def test_budgets_of_the_page_are_shares_of_the_baselines_peak_with_the_gradients_that_come(monkeypatch):
+    monkeypatch.setattr(zoo, "build", lambda *_: nn.Sequential(nn.Conv2d(3, 64, 3), bottleneck(64, 64)))
+    monkeypatch.setattr(bounds, "SIDE", 16)
+    rows = bounds.measure(frame.Arguments(), "any")
+    assert rows and {row["share"] for row in rows} <= {*bounds.SHARES}
