@@ -204,16 +204,12 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ValueError(f"runs: {folder} is not a folder")
-        folders_of_runs = [file.parent for file in folder.rglob("config.yaml")]
-        if not folders_of_runs:
+        paths = sorted((file.parent for file in folder.rglob("config.yaml")), key=with_numbers)
+        if not paths:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        folder_runs: list[Run] = []
-        for path in sorted(folders_of_runs, key=with_numbers):
-            run_or_reason = _read_run(path)
-            if isinstance(run_or_reason, Run):
-                folder_runs.append(run_or_reason)
-            else:
-                left_out[path] = run_or_reason
+        runs_or_reasons = {path: _read_run(path) for path in paths}
+        left_out |= {path: reason for path, reason in runs_or_reasons.items() if isinstance(reason, str)}
+        folder_runs = [run for run in runs_or_reasons.values() if isinstance(run, Run)]
         runs += [run for run in folder_runs if not run.is_copy] or folder_runs
     return runs, left_out
 
