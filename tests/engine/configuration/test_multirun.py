@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 import train_imagenet
@@ -139,8 +138,9 @@ def test_jobs_know_how_many_share_their_machine(swept, monkeypatch):
     """Joblib starts several at once. They divide the cores (`distributed.cores_per_rank`)."""
     seen: list[str] = []
     monkeypatch.setattr(multirun, "has_ended", lambda *_: seen.append(os.environ[distributed.JOBS_HERE]))
-    monkeypatch.setattr(BasicLauncher, "__init__", lambda self, n_jobs=None: None)
     swept("-m", "seed=0,1")
+    launchers = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
+    monkeypatch.setattr(launchers.BasicLauncher, "__init__", lambda self, n_jobs: None)
     swept("-m", "seed=2,3", "+hydra.launcher.n_jobs=-2")
     assert seen == ["1", "1", "-2", "-2"] and distributed.JOBS_HERE not in os.environ
 
