@@ -152,12 +152,6 @@ def world_size() -> int:
         return dist.get_world_size()
     if launcher():
         return int(os.environ["WORLD_SIZE"])
-    _refuse_other_launchers()
-    return 1
-
-
-def _refuse_other_launchers() -> None:
-    """ValueError: a launcher other than torchrun and submitit has started several processes."""
     for name, rank in _OTHER_LAUNCHERS.items():
         if os.environ.get(name, "1") != "1" and (rank is None or rank in os.environ):
             raise ValueError(
@@ -165,6 +159,7 @@ def _refuse_other_launchers() -> None:
                 f"torchrun --nproc-per-node (under Slurm scripts/slurm.sbatch, or srun --ntasks-per-node=1 torchrun), "
                 f"or unset {name} if the process is meant to be alone"
             )
+    return 1
 
 
 @contextmanager
@@ -190,20 +185,16 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     try:
         if is_first_group:
             _join_first_group(own_device, timedelta(seconds=timeout_seconds))
-        if dist.is_available() and dist.is_initialized():
-            yield World(dist.get_rank(), dist.get_world_size(), own_device)
-        else:
-            _refuse_other_launchers()
-            yield World(device=own_device)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        yield World(rank, world_size(), own_device)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/" not in str(error):  # the path of gloo's source
             raise
-        rank = os.environ.get("RANK", "0")
         limit = f"{keys}timeout_seconds={timeout_seconds:g}" if keys else f"{timeout_seconds:g} seconds"
         raise ConnectionError(
-            f"process {rank} of the run lost another process, or waited for it longer than {limit} "
-            f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
-            f"them again" + (" with resume=auto" if keys else "")
+            f"process {os.environ.get('RANK', 0)} of the run lost another process, or waited for it longer than "
+            f"{limit} ({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start "
+            f"all of them again" + (" with resume=auto" if keys else "")
         ) from error
     if is_first_group:  # not after an error: other processes may be gone; the rest notice that this one ends
         dist.destroy_process_group()

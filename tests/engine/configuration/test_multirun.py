@@ -1,5 +1,6 @@
 """Sweeps: which jobs -m makes of a command, where they write, which of them run, and what workers unpickle."""
 
+import copy
 import importlib
 import os
 import re
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig
 
 import train_imagenet
 from engine.configuration import multirun
@@ -17,11 +19,18 @@ from engine.process import distributed
 from tests.runs import checked
 
 
+def with_task(loader: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+    """What a launcher composes for a job, with the values of no job."""
+    config = copy.deepcopy(master_config)
+    config.hydra.overrides.task = sweep_overrides
+    return config
+
+
 @pytest.fixture
 def swept(monkeypatch, tmp_path):
     """A function that starts train_imagenet.py with -m; returns the jobs {title: command} that it would run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(BasicSweeper, "validate_batch_is_legal", lambda *_: None)  # composes every job again
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", with_task)  # which would compose every job, twice
     started, fails = {}, False
 
     def run(place: str, title: str, command: list[str], console: object) -> str | None:
