@@ -7,17 +7,17 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
+from io import BytesIO
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from datasets.class_names import check_order
 from engine.process.console import logger
-from engine.process.output_files import NO_INODES, NO_ROOM, explained, partial_file, partial_path
+from engine.process.output_files import NO_INODES, NO_ROOM, explained, partial_file, partial_path, write_file
 from engine.schema.training import OF_OTHERS
 from models.checkpoints import torch_files
 from models.checkpoints.loading import is_auxiliary
@@ -52,48 +52,10 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """
     for name in (path.name, *RESUMED, BEST):
         partial_path(path.with_name(name)).unlink(missing_ok=True)
-
-    def failure_message(reason: OSError) -> str:
-        needed_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # and a few kB
-        checkpoints = (*map(path.with_name, RESUMED), path, previous)
-        advice = recovery_advice(reason, path.parent, *checkpoints, needed_bytes=needed_bytes)
-        words, _ = explained(reason, path.parent)
-        return f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {advice}"
-
-    _write_and_rename(path, partial(torch.save, {"format": FORMAT, **state}), failure_message, previous)
-
-
-def write_alone(path: Path, content: dict) -> None:
-    """Write a checkpoint or a state dict to `path`, completely or not at all. Other files stay.
-
-    OSError: the disk is full or not writable. A file that was at `path` is kept.
-    """
-    if path.suffix == torch_files.SAFETENSORS:
-        encoded = torch_files.safetensors_bytes(content, _ALONE)
-        write = lambda file: file.write(encoded)  # noqa: E731
-    else:
-        content = OrderedDict(content)
-        vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
-        write = partial(torch.save, content)
-
-    def failure_message(reason: OSError) -> str:
-        words, cure = explained(reason, path.parent)
-        return f"{path} cannot be written: {words}. {cure}, or give another file"
-
-    _write_and_rename(path, write, failure_message)
-
-
-def _write_and_rename(
-    path: Path, write: Callable[[Any], Any], message: Callable[[OSError], str], previous: Path | None = None
-) -> None:
-    """Write a partial file and rename it to `path`; the file that was there becomes `previous`.
-
-    OSError, with `message`: the disk is full or not writable; no unfinished file is left.
-    """
     try:
         path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
         with partial_file(path) as file:
-            write(file)
+            torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
             if previous is not None and path.exists():
@@ -104,7 +66,24 @@ def _write_and_rename(
         reason = _os_error_behind(error)
         if reason is None:
             raise
-        raise OSError(message(reason)) from error
+        needed_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # and a few kB
+        checkpoints = (*map(path.with_name, RESUMED), path, previous)
+        advice = recovery_advice(reason, path.parent, *checkpoints, needed_bytes=needed_bytes)
+        words, _ = explained(reason, path.parent)
+        message = f"checkpoint {path} of step {state.get('step')} cannot be written: {words}. {advice}"
+        raise OSError(message) from error
+
+
+def write_alone(path: Path, content: dict) -> None:
+    """Write a checkpoint or a state dict to `path` by `write_file`. Other files stay."""
+    if path.suffix == torch_files.SAFETENSORS:
+        write_file(path, torch_files.safetensors_bytes(content, _ALONE))
+        return
+    content = OrderedDict(content)
+    vars(content)["_metadata"] = OrderedDict(written_by=_ALONE)  # where PyTorch keeps the versions of modules
+    encoded = BytesIO()
+    torch.save(content, encoded)
+    write_file(path, encoded.getvalue())
 
 
 def _os_error_behind(error: BaseException | None) -> OSError | None:

@@ -74,7 +74,7 @@ def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
 
 
 # A process is killed before each of these lines of a save: ours, and torch's between the tensors.
-WATCHED = {(checkpoint.__file__, "save"), (checkpoint.__file__, "_replace"), (torch.serialization.__file__, "_save")}
+WATCHED = {(checkpoint.__file__, "save"), (torch.serialization.__file__, "_save")}
 
 
 def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool:
