@@ -32,15 +32,6 @@ class ImageNetData(ClassificationData):
         if self.crop_size > self.resize:
             raise ValueError(f"data.crop_size={self.crop_size}: expected at most data.resize={self.resize}")
 
-    def apply_crop(self, crop: int | None, resize: int | None) -> None:
-        """Take over the keys crop and resize of eval.py. ValueError: the crop is larger than the image."""
-        if resize is None:
-            resize = self.resize if crop is None else round(crop * self.resize / self.crop_size)
-        self.resize = resize
-        self.crop_size = crop or self.crop_size
-        if self.crop_size > self.resize:
-            raise ValueError(f"crop={self.crop_size} resize={self.resize}: expected a crop of at most resize pixels")
-
 
 @dataclass
 class ClassFoldersData(ImageNetData):
@@ -154,7 +145,11 @@ class ClassificationRun(TrainingRun):
             elif options.view == TEN_CROP:
                 self.trainer.evaluate_batch_size = max(1, self.trainer.evaluate_batch_size // TEN)
         if isinstance(data, ImageNetData):
-            data.apply_crop(options.crop, options.resize)
+            crop = options.crop or data.crop_size
+            data.resize = options.resize or round(crop * data.resize / data.crop_size)
+            data.crop_size = crop
+            if crop > data.resize:
+                raise ValueError(f"crop={crop} resize={data.resize}: expected a crop of at most resize pixels")
             return
         words = [
             *if_changed(options.view, "center", "view={}"),

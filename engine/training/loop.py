@@ -125,7 +125,10 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
             minibatch_size = run.config.data.crops_per_minibatch
             outcome = train_step(run.learner, loss, minibatch, minibatch_size, run.world, run.stop.requested)
         for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-            _check_untrained(name, parameter, run)
+            if parameter.grad is not None:  # perhaps in a later step than the first
+                raise ValueError(
+                    f"{run.loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
+                )
     except (RuntimeError, ValueError) as error:
         _raise_better(error, step, minibatch, run)
         raise
@@ -134,14 +137,6 @@ def _take_step(run: Run[Config, Split], loss: Loss, minibatch: dict, step: int) 
         if run.learner.captured is not None:
             run.learner.captured.begin()
     return outcome
-
-
-def _check_untrained(name: str, parameter: nn.Parameter, run: Run[Config, Split]) -> None:
-    """ValueError: a parameter of the loss gets a gradient, perhaps from a later step on."""
-    if parameter.grad is not None:
-        raise ValueError(
-            f"{run.loss_name}: {name} gets a gradient, but only the network is trained: let the head have it"
-        )
 
 
 class LaunchedStep(NamedTuple):
