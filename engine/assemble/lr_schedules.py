@@ -17,7 +17,8 @@ def poly(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *,
 def linear(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *, end: float) -> LRScheduler:
     """From the optimiser's rate to `end`. ValueError: `end` is higher."""
     _check_end(end, optimizer)
-    return LinearLR(optimizer, start_factor=1.0, end_factor=end / _highest_rate(optimizer), total_iters=steps)
+    end_factor = end / optimizer.param_groups[0]["lr"]
+    return LinearLR(optimizer, start_factor=1.0, end_factor=end_factor, total_iters=steps)
 
 
 def cosine(optimizer: Optimizer, steps: int, steps_per_epoch: int, warmup: int, *, end: float) -> LRScheduler:
@@ -46,12 +47,8 @@ def multistep(
     return MultiStepLR(optimizer, [step - warmup for step in falls], gamma=factor)
 
 
-def _highest_rate(optimizer: Optimizer) -> float:
-    return optimizer.param_groups[0]["lr"]
-
-
 def _check_end(end: float, optimizer: Optimizer) -> None:
     """ValueError: the last rate is above the highest."""
-    highest = _highest_rate(optimizer)
+    highest = optimizer.param_groups[0]["lr"]
     if end > highest:
         raise ValueError(f"lr_schedule.end={end}: expected at most optim.lr={highest:g}")

@@ -61,19 +61,14 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
-    if dtype == torch.bfloat16:
-        _warn_of_emulation(device)
+    emulates = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == torch.bfloat16 and emulates:
+        logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
     if config.trainer.precision == "float16":
         overflow = "precision=float16 overflows: use bfloat16 or float32"
     else:
         overflow = f"the network's values are too large even for precision={config.trainer.precision}"
     return Forward(network, mean, std, memory_format, autocast, overflow, config.evaluation_memory_advice)
-
-
-def _warn_of_emulation(device: torch.device) -> None:
-    """Warn if a device only emulates bfloat16."""
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        logger.warning("precision=bfloat16: this device only emulates it, which takes longer: give float16 or float32")
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
