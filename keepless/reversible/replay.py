@@ -250,10 +250,9 @@ class State:
             if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
                 raise _write_error(f"the sizes of {type(part).__name__}")
         self.buffers = [buffer for part in self.attributes for buffer in _buffers_of(part)]
-        # FSDP's and other subclasses are not checked.
+        # Those that a run perhaps writes; FSDP's and other subclasses are not checked.
         self.parameters = [parameter for parameter in self._all_parameters() if type(parameter.tensor) is nn.Parameter]
         self.constants: list[_ModuleTensor] = []  # must not change before the repetition
-        self.watched: list[_ModuleTensor] = []  # parameters that a run perhaps writes through `Tensor.data`
 
     def _all_parameters(self) -> list[_ModuleTensor]:
         """All parameters with their present versions."""
@@ -290,9 +289,8 @@ class State:
         self.buffers = kept
         if inverts:
             _check_inverses(changed_parts)
-        if any(not has_running_statistics(part) for part in changed_parts):
-            self.watched = self.parameters
-        self.parameters = []
+        if all(map(has_running_statistics, changed_parts)):
+            self.parameters = []  # only others write some the second time, through `Tensor.data`
 
     def check_constants(self) -> None:
         """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
@@ -314,7 +312,7 @@ class State:
         """
         watched = [
             parameter._replace(start=parameter.tensor.detach().clone())
-            for parameter in self.watched
+            for parameter in self.parameters
             if parameter.tensor is not None
         ]
         attributes: dict[nn.Module, dict[str, Any]] = {}
