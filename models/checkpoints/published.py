@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models.checkpoints.torch_files import SAFETENSORS
+from models.checkpoints.torch_files import SAFETENSORS, safetensors_for
 
 PUBLISHED = "published"  # instead of a file: the library's own
 
@@ -75,10 +75,10 @@ def stated_normalisation(path: Path, content: object) -> Normalisation | None:
 
 
 def _header_of(path: Path) -> dict[str, Any]:
-    """What the header of a file of safetensors states; nothing if it is damaged."""
+    """What the header of a file of safetensors states."""
     texts: dict[str, Any] = {}
-    with suppress(OSError, ValueError), open(path, "rb") as file:  # its header's size, and the header, of texts
-        texts = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+    with suppress(OSError, ValueError), safetensors_for(path.name).safe_open(path, "pt") as file:
+        texts = file.metadata() or {}
         texts |= {key: json.loads(texts[key]) for key in _VALUES if key in texts}
     return texts
 
