@@ -177,29 +177,17 @@ class _Search:
         self.lower_peak(min(segment_trials, key=attrgetter("peak")), limit, self.end_of_part())
 
     def lower_peak(self, trial: Trial, limit: int, end: int) -> None:
-        """Try choices with ever lower peaks, in small steps, as far as possible or to the limit."""
-        shares = list(_FINER if self.runs == _MOST_RUNS else (_COARSER, *_FINER))
-        while trial.peak > limit:
-            if shares[0] * trial.peak < limit and self.lower_to(trial, limit, end):
-                return
-            lower_trial = self.next_lower(trial, shares, end)
-            if lower_trial is None:
-                return
-            trial = lower_trial
+        """Try choices with ever lower peaks, in small steps, as far as possible or to the limit.
 
-    def next_lower(self, trial: Trial, shares: list[float], end: int) -> Trial | None:
-        """A choice whose peak is the first share of this one's that is reached; None if none is.
-
-        Shares that are not reached are deleted: later ones would not be either.
+        A share of the peak that is not reached is left out from then on: later ones would not be reached either.
         """
-        while shares:
-            lower_trial = self.lower_to(trial, int(shares[0] * trial.peak), end)
-            if lower_trial is not None:
-                return lower_trial
-            del shares[0]
-            if self.is_over(end):
-                break
-        return None
+        shares = list(_FINER if self.runs == _MOST_RUNS else (_COARSER, *_FINER))
+        while trial.peak > limit and shares:
+            lower_trial = self.lower_to(trial, max(limit, int(shares[0] * trial.peak)), end)
+            if lower_trial is None:
+                del shares[0]
+            else:
+                trial = lower_trial
 
     def lower_to(self, trial: Trial, target: int, end: int) -> Trial | None:
         """A choice whose peak is at most the target; None if none is found."""
