@@ -67,7 +67,7 @@ def fit(
     pass; within a budget they are the plan's. Backward starts from the loss if the network returns one; otherwise the
     gradients of the outputs count.
     Operators run as on the network's device (on the CPU for meta tensors). Their temporary memory is covered only by
-    the allowance for convolutions; for recurrent layers it counts, as do their workspaces. Times are estimated for this
+    the allowance for convolutions; workspaces of recurrent layers count, within 2 %. Times are estimated for this
     machine's CUDA device, or for recent GPUs.
 
     Args:

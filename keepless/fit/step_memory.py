@@ -6,13 +6,12 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
 from ..made_tensors import Change, MadeTensors
 from ..recompute.step.costs import seconds_for, work_of
-from ..recompute.step.recurrent import temporaries_of, with_workspace
+from ..recompute.step.recurrent import with_workspace
 from ..torch_internals import OpOverload, backward_runs
 
 
@@ -66,7 +65,7 @@ class PlannedStep(NamedTuple):
 class CountedStep(MadeTensors):
     """Context that counts a training step: it runs the forward pass with the loss, the backward pass, the optimiser.
 
-    Tensors count while they exist, and so does the memory inside recurrent layers. There may be several micro-batches.
+    Tensors count while they exist, and so do workspaces of recurrent layers. There may be several micro-batches.
     `timed`: also add up the estimated seconds of operators.
     """
 
@@ -107,9 +106,6 @@ class CountedStep(MadeTensors):
     ) -> object:
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        temporary_bytes = temporaries_of(function, args, kwargs)
-        if temporary_bytes:
-            self.count_storage(torch.empty(temporary_bytes, dtype=torch.uint8).untyped_storage())  # freed at once
         if self.timed:
             moved, operations = work_of(function, args, kwargs, result)
             if moved:

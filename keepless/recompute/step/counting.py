@@ -24,7 +24,7 @@ from ...torch_internals import (
 )
 from ..passes.registry import is_parameter
 from .costs import Cost, Operator, cost_of, measure, operator_of, results_of, seconds_for, spec_of, work_of
-from .recurrent import WITH_WORKSPACE, temporaries_of, with_workspace
+from .recurrent import WITH_WORKSPACE, with_workspace
 from .step import Event
 from .trace import Trace
 
@@ -64,7 +64,7 @@ class Allocations(MadeTensors):
     """Notes what a step allocates and frees, and the operators that run, in a `Trace` until that is over.
 
     `measures`: measure operators on tensors of ones once the step has ended. Otherwise times are estimated, and
-    temporary memory is counted only in recurrent layers. `on_write`: gets arguments that an operator has just written,
+    temporary memory is not counted. `on_write`: gets arguments that an operator has just written,
     which autograd had saved before.
     """
 
@@ -188,10 +188,9 @@ class Allocations(MadeTensors):
             return
         moved, operations = work_of(function, args, kwargs, result)
         operator = operator_of(function, args, kwargs) if self.measures and moved >= _SMALL else None
-        temporaries = 0 if self.measures else temporaries_of(function, args, kwargs)
-        if operator is not None or temporaries:
+        if operator is not None:
             self.trace.events.append((Event.BUSY, len(self.trace.operators)))
-        self.trace.operators.append(RunOperator(operator, moved, operations, spec_of(results[0]), temporaries))
+        self.trace.operators.append(RunOperator(operator, moved, operations, spec_of(results[0])))
 
     def note_place(self, function: Any) -> None:
         """Note where an operator has run: in the last call, or in the backward pass of the call that made the node."""
