@@ -30,8 +30,6 @@ from .trace import Trace
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
 _DEVICE = torch.ops.prim.device.default
-# Fake tensors decompose these in Python: running them takes less time.
-_SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
 
 
 class RunOperator(NamedTuple):
@@ -158,28 +156,20 @@ class Allocations(MadeTensors):
     def _run(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator. Fake results are replaced where real ones may have another shape or other strides."""
         arguments = tensors_in((args, kwargs))
-        name = function.overloadpacket.__name__
-        is_fake = any(isinstance(argument, FakeTensor) for argument in arguments)
-        if is_fake and name in _SLOW and self.measures:
-            as_real = self._like_real_results(function, args, kwargs)
-            if as_real is not None:
-                return as_real
         result = function(*args, **kwargs)
-        if not is_fake or function.is_view:
+        if function.is_view or not any(isinstance(argument, FakeTensor) for argument in arguments):
             return result
         if not self.measures:
             return with_workspace(function, args, kwargs, result)
-        is_usual = all(argument.is_contiguous() for argument in arguments) and name not in WITH_WORKSPACE
+        has_workspace = function.overloadpacket.__name__ in WITH_WORKSPACE
+        is_usual = all(argument.is_contiguous() for argument in arguments) and not has_workspace
         if is_usual or torch.Tag.pointwise in function.tags or arguments[0] is result:
             return result
-        as_real = self._like_real_results(function, args, kwargs)
-        return result if as_real is None else as_real
-
-    def _like_real_results(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Fake tensors like the operator's results on real tensors; None if these are unknown."""
         operator = operator_of(function, args, kwargs)
-        results = None if operator is None else results_of(operator)
-        return tree_map(lambda leaf: leaf.get() if isinstance(leaf, TensorSpec) else leaf, results)
+        real_results = None if operator is None else results_of(operator)
+        if real_results is None:
+            return result
+        return tree_map(lambda leaf: leaf.get() if isinstance(leaf, TensorSpec) else leaf, real_results)
 
     def note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note the costs of an operator that has run."""
