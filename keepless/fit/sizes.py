@@ -113,23 +113,28 @@ def largest(
     `peak`: value -> bytes of a training step, which grow about linearly with value ** power: power is 1 for the number
     of crops, 2 for the side of square crops.
     """
-    first_peak = peak(smallest)
-    if first_peak > limit:
+    fitting = _Measured(smallest, peak(smallest))
+    if fitting.peak > limit:
         return None
-    fitting = _Measured(smallest, first_peak)
+    too_large: _Measured | None = None
     estimate = 2.0 * smallest
-    while True:
-        larger_value = int(min(max(fitting.value + step, math.ceil(estimate / step) * step), most))
-        if larger_value <= fitting.value:
-            return fitting.value
-        larger = _Measured(larger_value, peak(larger_value))
-        if larger.peak > limit:
-            return _largest_between(fitting, larger, peak, limit, step, power)
-        # of the line through the last two peaks
-        slope = max(1.0, (larger.peak - fitting.peak) / (larger.value**power - fitting.value**power))
-        fitting = larger
+    while too_large is None or too_large.value - fitting.value > step:
+        highest = most if too_large is None else too_large.value - step
+        value = int(min(max(estimate // step * step, fitting.value + step), highest))
+        if value <= fitting.value:
+            break
+        measured = _Measured(value, peak(value))
+        previous = fitting
+        if measured.peak > limit:
+            too_large = measured
+        else:
+            fitting = measured
+        second = too_large or previous
+        # of the line through both
+        slope = max(1.0, (fitting.peak - second.peak) / (fitting.value**power - second.value**power))
         estimate = (fitting.value**power + 1.02 * (limit - fitting.peak) / slope) ** (1 / power)
         estimate = min(estimate, fitting.value * 16 ** (1 / power))  # for small values, the weights may hide the slope
+    return fitting.value
 
 
 class _Measured(NamedTuple):
@@ -137,21 +142,3 @@ class _Measured(NamedTuple):
 
     value: int
     peak: int
-
-
-def _largest_between(
-    fitting: _Measured, too_large: _Measured, peak: Callable[[int], int], limit: int, step: int, power: int
-) -> int:
-    """The largest value that fits, from one that fits up to one that is too large. See `largest`."""
-    while too_large.value - fitting.value > step:
-        share = (limit - fitting.peak) / (too_large.peak - fitting.peak)
-        estimate = (fitting.value**power + share * (too_large.value**power - fitting.value**power)) ** (1 / power)
-        value = min(max(int(estimate) // step * step, fitting.value + step), too_large.value - step)
-        middle = _Measured(value, peak(value))
-        if middle.peak > limit:
-            too_large = middle
-            continue
-        fitting = middle
-        if too_large.value - fitting.value > step and peak(fitting.value + step) > limit:  # as is almost always so
-            break
-    return fitting.value
