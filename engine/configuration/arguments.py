@@ -23,11 +23,6 @@ class Argument(NamedTuple):
     value: str
     fault: str = ""  # one of those above
 
-    @property
-    def title(self) -> str:
-        """Its name in a message about several."""
-        return self.text.partition("=")[0] if self.fault == NO_KEY else self.text
-
 
 def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]:
     """The arguments of a command that has these keys. Arguments that remove a key (~KEY) are left out."""
@@ -40,7 +35,7 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
         next_values = _values_in_front(remaining)
         if equals and name:
             is_key = name in keys or any(key.startswith(f"{name}.") for key in keys)
-            value = unquoted(value)
+            value = value.strip("'\"")  # which keep it a text for Hydra
             fault = DASHES if is_option else "" if is_key else NO_KEY
             yield Argument(f"{prefixed_name}={value}", name, value, fault)
         elif is_option or (next_values and _is_key(word, next_values[0], keys)):
@@ -62,8 +57,3 @@ def _is_key(word: str, next_word: str, keys: Collection[str]) -> bool:
     if not KEY.fullmatch(word) or advice_about(ALONE, word, keys):
         return False
     return "." in word or word in keys or advice_about(word, next_word, keys) is not None
-
-
-def unquoted(value: str) -> str:
-    """A value without the quotes that keep it a text for Hydra."""
-    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value

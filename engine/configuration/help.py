@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from engine.configuration.choices import about_choice, choices, groups_in
 from engine.schema.evaluation import CLASSIFICATION, SEGMENTATION
-from engine.schema.keys import Declared, Keys, expected
+from engine.schema.keys import Keys, declared_in, expected
 
 LONGEST_VALUE = 50
 MARGIN = 34 * " "
@@ -77,7 +77,7 @@ def _keys(values: DictConfig, prefix: str = "", used: Sequence[str] = ()) -> Ite
 
 def _meaning(owner: type[Keys], field: Field) -> str:
     """What is said of a key: its task, if only one has it, the comment at its declaration, and the allowed values."""
-    allowed = expected(Declared(get_type_hints(owner)[field.name], field.metadata))
+    allowed = expected(declared_in(owner)[field.name])
     task = field.metadata.get("task")
     comment = sentences(owner).get(field.name, "")
     if task:

@@ -4,20 +4,19 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments, unquoted
+from engine.configuration.arguments import NO_KEY, NO_VALUE, SPACE, Argument, arguments
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import RUNS
 from engine.configuration.texts import HYDRA_KEY, fits
-from engine.configuration.words import PLUGIN, Advice, advice_about, corrected_values, pairs_in
+from engine.configuration.words import PLUGIN, SLIP, Advice, advice_about, entries, pairs_in
 from engine.schema.keys import CHOICES, Declared, Keys, declared_in, expected, groups_of
 
-TORCHRUN_OPTION = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
 SOME = "…"  # stands for a value
 HELP = "--help lists the keys"
@@ -42,9 +41,6 @@ class Messages:
 
         If none is known to be wrong, it is about the + or ~ of a word, else about the error itself.
         """
-        for word in words:
-            if TORCHRUN_OPTION.match(word):
-                return f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …"
         split_word = _split_at_spaces(words)
         if split_word:
             return f"{split_word}: quote the space for the shell, as in '{split_word}'"
@@ -167,7 +163,8 @@ class Messages:
         if keys_below:
             return f"{key}: expected one of the keys {', '.join(keys_below[:5])}"
         if isinstance(reason, (HydraException, ValidationError)) and key == name and key in self.declared:
-            return f"{key}={unquoted(value)}: {self._about_value(key, unquoted(value))}"
+            value = value.strip("'\"")
+            return f"{key}={value}: {self._about_value(key, value)}"
         if isinstance(reason, OmegaConfBaseException) and type(reason.__context__) is ValueError:
             return str(reason.__context__)  # of a resolver, such as ${per_process:…}, which counts processes
         if not isinstance(reason, (HydraException, OmegaConfBaseException)):
@@ -210,7 +207,8 @@ class Messages:
             return f"{argument.text}: {'' if says_fault else f'{argument.fault}; '}{advice.say}{needed}"
         titles: dict[str, list[str]] = {"": []}  # of the arguments with the same sentence; first of those to replace
         for argument, advice in answers.items():
-            titles.setdefault("" if advice.give else advice.say, []).append(argument.title)
+            title = argument.text.partition("=")[0] if argument.fault == NO_KEY else argument.text
+            titles.setdefault("" if advice.give else advice.say, []).append(title)
         replaced = " and ".join(titles.pop(""))
         sentences = [f"{' and '.join(same)}: {say}" for say, same in titles.items()]
         if replaced:
@@ -297,24 +295,24 @@ def _last(key: str) -> str:
 
 def _likely_value(value: str, declared: Declared) -> str | None:
     """A value that a key takes, if it is probably meant by one that it cannot take."""
-    likely = [*corrected_values(value)]
+    advice = (entry.advice(value, ()) for entry in entries()[SLIP])
+    likely = [correction.give for correction in advice if correction]
     is_list = declared.kind is Any or "list[" in str(declared.kind)
-    if is_list and value not in ("", "null") and not value.startswith(("[", "(", "{")):
+    if is_list and value not in ("", "null", SOME) and not value.startswith(("[", "(", "{")):
         entry_count = 1 if "," in value else len(declared.metadata.get("entries") or [""])
         likely.append(f"[{','.join(itertools.repeat(value, entry_count))}]")
-    if not likely or value == SOME or fits(value, declared):
+    if not likely or fits(value, declared):
         return None
     return next((candidate for candidate in likely if fits(candidate, declared)), None)
 
 
-def no_such(group: str, choice: str, names: Iterable[str]) -> str:
+def no_such(group: str, choice: str, names: Collection[str]) -> str:
     """A sentence about a choice that does not exist: its right spelling, the nearest ones, or what there is instead."""
-    names = [*names]
     sentence = f"there is no such {re.sub('(?<!s)s$', '', group)}"  # one of several scores, a loss
     same = [name for name in names if _letters(name) == _letters(choice)]
     if same:
         return f"{sentence}; give {group}={same[0]}"
-    candidates = [name for name in names if name.startswith(choice)] or names
+    candidates = [name for name in names if name.startswith(choice)] or [*names]
     advice = None if _has_plugins(group) else advice_about(f"no_such_{group}", choice, ())  # about the choices of ours
     nearest = difflib.get_close_matches(choice, candidates, n=5)
     if not nearest and (advice is None or len(candidates) < 8):

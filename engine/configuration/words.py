@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -26,20 +26,18 @@ class Advice(NamedTuple):
 class Entry(NamedTuple):
     """An entry of words.yaml, which says what each part means."""
 
-    word: tuple[str, ...]
     value: re.Pattern[str] | None  # None: any
     keys: frozenset[str]  # of a command that it is for: those in `give`, and `needs`
     give: str = ""
     say: str = ""
-    program: str = ".*"
-    beside: str = ".*"
+    command: str = r"\S+"
     unit: str = ""
 
     def advice(self, value: str, keys: Collection[str]) -> Advice | None:
         """The advice about an argument with this value; None if there is none for a command with these keys."""
-        if not self.keys.issubset(keys) or not re.fullmatch(self.program, program()):
+        if not self.keys.issubset(keys):
             return None
-        if not any(re.fullmatch(self.beside, word) for word in sys.argv):
+        if not re.match(rf"(?:{self.command})(?: |$)", " ".join([program(), *sys.argv[1:]])):
             return None
         match = self.value.fullmatch(value) if self.value else re.fullmatch("(?s).*", value)
         if match is None:
@@ -54,10 +52,10 @@ def entries() -> Mapping[str, list[Entry]]:
     text = Path(__file__).with_suffix(".yaml").read_bytes()
     entries_by_word = defaultdict(list)
     for fields in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # in C if possible: it is long
-        words = tuple(fields.pop("word").split())
+        words = fields.pop("word").split()
         value = re.compile(fields.pop("is"), re.IGNORECASE) if "is" in fields else None
         needed = fields.pop("needs", "").split()
-        entry = Entry(words, value, frozenset([*needed, *pairs_in(fields.get("give", ""))]), **fields)
+        entry = Entry(value, frozenset([*needed, *pairs_in(fields.get("give", ""))]), **fields)
         for word in words:
             entries_by_word[word].append(entry)
     return entries_by_word
@@ -76,12 +74,6 @@ def _entries_of(name: str, patterns: bool) -> list[Entry]:
     if patterns:
         words += [word for word in entries() if "*" in word and fnmatchcase(name, word)]
     return [entry for word in words for entry in entries().get(word, ())]
-
-
-def corrected_values(value: str) -> Iterator[str]:
-    """What may be meant by a value that its key cannot take: 0.5 by 50%."""
-    advice = (entry.advice(value, ()) for entry in entries()[SLIP])
-    return (correction.give for correction in advice if correction)
 
 
 def advice_about(name: str, value: str, keys: Collection[str], patterns: bool = True) -> Advice | None:
