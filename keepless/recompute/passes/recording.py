@@ -125,9 +125,8 @@ class Recording(TorchFunctionMode):
             network repeats the forward pass.
         frame: the frame of the call that leaves this context, unless Ctrl-C ends it.
         kept_limit_bytes: what is kept beyond so many bytes is held elsewhere. None: nothing is.
+        registry: of the pass, in place of the one that these arguments make.
     """
-
-    registry: Registry  # of the pass that has begun
 
     def __init__(
         self,
@@ -138,13 +137,13 @@ class Recording(TorchFunctionMode):
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
         kept_limit_bytes: int | None = None,
+        registry: Registry | None = None,
     ):
         super().__init__()
+        outer = current_hooks() if kept_limit_bytes is None else Elsewhere(kept_limit_bytes).hooks
+        self.registry = registry or Registry(inputs, outer, copy_parameters, policy is not None)
         self.policy = policy
-        self.kept_limit_bytes = kept_limit_bytes
         self.sees_calls = sees_calls
-        self.copy_parameters = copy_parameters
-        self.inputs = inputs
         self.frame = frame
         self.is_mode = True  # whether it is entered as a function mode, to see calls
         self.is_abandoned = False
@@ -159,8 +158,6 @@ class Recording(TorchFunctionMode):
         self.fluctuation_bytes = 0  # bytes of its results beyond those planned, when it began to hold them elsewhere
 
     def __enter__(self) -> "Recording":
-        self.registry = self.new_registry()
-        self.inputs = ()  # the registry knows them
         self.dispatch_mode_count = dispatch_modes_on()
         self.changing_mode = changing_mode()
         self.start_hooks()
@@ -168,11 +165,6 @@ class Recording(TorchFunctionMode):
         if self.is_mode:
             super().__enter__()
         return self
-
-    def new_registry(self) -> Registry:
-        """The registry of the pass that begins."""
-        outer = current_hooks() if self.kept_limit_bytes is None else Elsewhere(self.kept_limit_bytes).hooks
-        return Registry(self.inputs, outer, self.copy_parameters, self.policy is not None)
 
     def pack_hook(self) -> Callable[[Tensor], object]:
         """The hook that packs what autograd saves."""

@@ -348,7 +348,7 @@ class WatchedRecording(Recording):
     """
 
     def __init__(self, watch: Watch, frame: FrameType | None = None) -> None:
-        super().__init__(frame=frame)
+        super().__init__(frame=frame, registry=watch)
         self.watch = watch
 
     def __enter__(self) -> "WatchedRecording":
@@ -377,9 +377,6 @@ class WatchedRecording(Recording):
         super().forget(has_raised)
         why = "held elsewhere: this step is watched"
         self.kept = [row if row.made_by == "input" else row._replace(why=why) for row in self.kept]
-
-    def new_registry(self) -> Watch:
-        return self.watch
 
     def pack_hook(self) -> Callable[[Tensor], object]:
         return self.watch.pack
