@@ -12,7 +12,6 @@ NO_KEY = "there is no such key"
 DASHES = "keys have no dashes"
 NO_VALUE = "expected key=value"
 SPACE = "expected key=value without spaces"
-KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
 TEXT = re.compile(r"(?!-|[A-Z_]+(\.[A-Z0-9_]+)+$)[^=]*(/.*)?", re.DOTALL)  # no option, key of detectron2, or key=value
 
@@ -54,6 +53,6 @@ def _values_in_front(words: Sequence[str]) -> list[str]:
 
 def _is_key(word: str, next_word: str, keys: Collection[str]) -> bool:
     """Whether a word without = is a key, and the next one its value."""
-    if not KEY.fullmatch(word) or advice_about(ALONE, word, keys):
+    if not word.replace(".", "").isidentifier() or advice_about(ALONE, word, keys):
         return False
     return "." in word or word in keys or advice_about(word, next_word, keys) is not None

@@ -87,10 +87,9 @@ class Messages:
         if name in self.groups:
             return self._about_choice(name, value) is None
         declared = self.declared.get(name)
-        if declared is None:
+        if declared is None or (declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")):
             return False
-        is_text = declared.kind in (str, str | None, Any) and not declared.metadata.get("one_of")
-        return not is_text and fits(value, declared)
+        return fits(value, declared)
 
     def _advice_of_words(self, argument: Argument, same: list[str]) -> Advice | None:
         """Advice from other programs' words; None if one of our keys with the `same` last part counts before it."""
@@ -127,9 +126,9 @@ class Messages:
         """
         if name in self.groups:
             sentence = self._about_choice(name, value)
-            return None if sentence is None else Advice("", sentence)
+            return Advice("", sentence) if sentence else None
         likely = _likely_value(value, self.declared[name])
-        return None if likely is None else Advice(f"{name}={likely}", self._about_value(name, value))
+        return Advice(f"{name}={likely}", self._about_value(name, value)) if likely else None
 
     def _about_choice(self, group: str, text: str) -> str | None:
         """What is wrong with a choice, or with one in a list; None if a group has it, or if only Hydra can tell."""

@@ -88,6 +88,7 @@ ANSWERS = {
     "train_seg.py hydra/launcher=nope": "Could not find 'hydra/launcher/nope'",
     "train_seg.py --nproc-per-node 4": "start it as torchrun --nproc-per-node 4 train_seg.py …",
     "train_seg.py --standalone --rdzv-backend c10d": "leave it out: torchrun's options before the program say it",
+    "scripts.predict checkpoint=RUN --nproc-per-node 4": "torchrun starts train_seg.py, train_imagenet.py and eval.py",
     "train_seg.py optim.lr =0.1": "optim.lr and =0.1: expected key=value without spaces; --help lists the keys",
     "train_seg.py epochs=3 foo": "epochs: give trainer.epochs=3; foo: expected key=value without spaces",
     "train_seg.py data=folder,data.root=DIR": "spaces between arguments, without commas: data=folder data.root=DIR",
