@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,25 +86,14 @@ class World:
         dist.barrier(patient_group)
         dist.destroy_process_group(patient_group)
 
-    def share_parameters(self, network: nn.Module) -> None:
-        """Copy rank 0's parameters to all ranks, as DDP does: other machines may round random weights differently."""
-        for parameter in network.parameters() if self.size > 1 else ():
-            dist.broadcast(parameter.detach(), src=0)
-
-    def share_buffers(self, network: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks, whose statistics differ unless norms are synchronised."""
-        buffers = list(network.buffers())
-        if self.size == 1 or not buffers:
-            return
-        # float64 represents float32 statistics and counts exactly, so one broadcast is enough.
-        all_values = torch.cat([buffer.flatten().double() for buffer in buffers])
-        dist.broadcast(all_values, src=0)
-        for buffer, values in zip(buffers, all_values.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Copy rank 0's tensors to all ranks, in place. Every rank must call it."""
+        for tensor in tensors if self.size > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool = False) -> DistributedDataParallel:
-    """The network on `device`, with gradients averaged over ranks but buffers not shared (`World.share_buffers`).
+    """The network on `device`, with gradients averaged over ranks but buffers not shared (`World.share`).
 
     `fixed_buckets`: gradients are summed in the same order in all steps. Otherwise DDP rebuilds its buckets after the
     first step; over three or more ranks, a resumed run would then round differently. (A sum of two has one order.)

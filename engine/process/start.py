@@ -71,13 +71,7 @@ def compiler_cache() -> Path:
             if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
                 return folder
     folder = Path(tempfile.mkdtemp(prefix="compiled-"))
-    process_id = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == process_id:  # not in a fork
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # not in workers, which end without exit handlers
     return folder
 
 

@@ -78,7 +78,7 @@ def learner_of(
     eager_because = eager_because or why_eager(config, network, schedule.total_steps, world)
     captured = None
     if eager_because is None:
-        world.share_parameters(network)  # as DDP does
+        world.share(network.parameters())  # as DDP does: other machines may round random weights differently
         captured = CapturedMicroBatches(network, _repetition_key(trainer), trainer.capture is True)
     optimizer = optimization.optimizer(config.optim, network, config.head_modules)
     return Learner(

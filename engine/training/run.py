@@ -321,7 +321,7 @@ class Run(Generic[Config, Split]):
         Raises OSError if the previous one could not be written, and FloatingPointError if a weight is not finite.
         """
         if not best and self.schedule.scores(step):  # the saved network is the scored one
-            self.world.share_buffers(self.learner.evaluated.network)  # its running statistics, equal on all ranks
+            self.world.share(self.learner.evaluated.network.buffers())  # statistics of norms that are not synchronised
         state = {
             "task": self.config.task,
             **self.learner.state_dict(step),
