@@ -21,7 +21,6 @@ _OPERATIONS_PER_BYTE = 4
 _FEW = 3  # single moves of each kind to simulate before choosing one
 _MANY = 12  # likewise, at most, if none of the first helps
 _BEST = 3  # choices that use up the memory left below the limit
-_HARD = 0.08  # share of a step spent on recomputation, from which on exchanges are tried
 _STEPS = 1000  # exchanges take no longer than so many steps save
 _SAVED = 0.3  # if they save this share of the recomputation
 _PER_EVENT = 2e-6  # seconds that an exchange takes for each event of the step
@@ -66,7 +65,7 @@ def frontier(
     recipes. Where none of this helps, they swap a kept value for a dropped one that is computed from it, or the other
     way round. They end after a number of simulations, not of seconds.
 
-    Last, where a plan within a limit recomputes much, values are exchanged for others: see `annealed`.
+    Last, values are exchanged for others within a limit, as long as that pays: see `annealed`.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
@@ -323,17 +322,16 @@ class _Search:
         return sources
 
     def exchange(self, limit: int) -> None:
-        """Exchange kept values for dropped ones if much is recomputed within the limit, as long as that pays."""
+        """Exchange kept values for dropped ones within the limit, as long as that pays."""
         if limit < self.lowest_peak or limit >= self.choices[0].peak:  # of the baseline
             return
         fastest = self.choices_within(limit)[0]
         event_count = len(self.simulation.events)
-        saved_seconds = _SAVED * (fastest.seconds - _HARD * self.step.seconds)
         trials = min(
             _MOST_TRIALS,
             _TRIALS_PER_CALL * len(self.step.calls),
             _EVENTS // event_count,
-            int(_STEPS * saved_seconds / (_PER_EVENT * event_count)),
+            int(_STEPS * _SAVED * fastest.seconds / (_PER_EVENT * event_count)),
         )
         if trials >= _LEAST_TRIALS:
             kept = annealed(self.simulation, fastest.kept, self.free, limit, trials)
