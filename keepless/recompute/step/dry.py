@@ -24,7 +24,7 @@ from ...torch_internals import (
     without_cached_weights,
 )
 from .sharded import add_copies_without_fsdp2, attributes_without_fsdp2, is_sharded
-from .stand_ins import watch_of_example
+from .stand_ins import stand_ins
 from .step import Step
 from .watch import State, Watch, WatchedRecording, differentiable, has_values
 
@@ -64,6 +64,7 @@ def counted_step(
     is_estimated = is_fake and not measures
     watch = Watch(inputs, not is_estimated, copy_parameters)
     watch.watch_gradients(parameters)
+    leaves = [tensor for tensor in [*parameters, *inputs] if tensor.requires_grad and tensor.is_leaf]
     try:
         with WatchedRecording(watch):
             outputs = network(*args, **kwargs)
@@ -71,7 +72,7 @@ def counted_step(
             watch.forward_ends(tensors_in(outputs))
             starts = differentiable(outputs)
             losses = [Loss.apply(*starts)] if is_estimated else [start.square().mean() for start in starts]
-            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses], inputs=leaves)
             del outputs, starts, losses
     finally:
         watch.end(State.COUNTED)
@@ -95,7 +96,8 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if is_sharded(network) or not has_values([*tensors_in((args, kwargs)), *network.parameters()]):
             raise
         _log.info("the step does not run on fake tensors: %s", text_of(error))
-    return watch_of_example(network, args, kwargs).step(network)
+    with stand_ins(network, tensors_in((args, kwargs))):
+        return counted_step(network, args, kwargs)
 
 
 def text_of(error: Exception) -> str:

@@ -21,7 +21,7 @@ OPTIMIZERS = "_in_backward_optimizers"  # attribute of parameters whose optimise
 def watch_of_example(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch:
     """Watch a step of a network on an example, with the mean square of the outputs as its loss. It changes nothing."""
     inputs = tensors_in((args, kwargs))
-    with _stand_ins(network, inputs) as trained, without_cached_weights():
+    with stand_ins(network, inputs) as trained:
         recording = watched_pass(network, inputs, None)
         with recording:
             outputs = network(*args, **kwargs)
@@ -34,7 +34,7 @@ def watch_of_example(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 @contextmanager
-def _stand_ins(network: nn.Module, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def stand_ins(network: nn.Module, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Context in which stand-ins replace a network's parameters and share their memory. Yields the trained stand-ins.
 
     The parameters themselves get no gradients, so their hooks, optimisers in the backward pass and DDP see nothing. A
@@ -55,7 +55,7 @@ def _stand_ins(network: nn.Module, inputs: Sequence[Tensor]) -> Iterator[list[Te
                     value[:] = [replacements.get(id(member), member) for member in value]
             if isinstance(module, DistributedDataParallel):
                 vars(module)["forward"] = module.module.__call__
-        with _Unwritten(replacements.values()):
+        with _Unwritten(replacements.values()), without_cached_weights():
             yield [stand_in for stand_in in replacements.values() if stand_in.requires_grad]
     finally:
         before.restore()
