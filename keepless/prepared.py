@@ -102,8 +102,7 @@ def recompute_activations(
         _say_that_the_compiler_decides(None)
         return network
     if example is not None:
-        args, kwargs = arguments_of(example)
-        signatures.add_plans(network, args, kwargs, signatures.plans_of_example(network, args, kwargs))
+        signatures.plan_example(network, *arguments_of(example))
     for module in _recorded_modules(network):
         _remove_hooks(module)
         hooks = _Hooks(checkpointed_only, signatures if module is network else Signatures())

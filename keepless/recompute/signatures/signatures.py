@@ -30,7 +30,7 @@ from ..step.costs import is_measuring
 from ..step.sharded import is_sharded
 from ..step.watch import State, Watch, WatchedRecording, watched_pass
 from .gradients import Backward, Gradients
-from .plans import Planner, Plans, step_of_example
+from .plans import Planner, step_of_example
 from .signature import Signature
 
 _CAPACITY = 16  # signatures with plans of their own, and as many others; the least recently used one goes
@@ -315,18 +315,18 @@ class Signatures:
         elif _has_left_plan(signature, recording) and self._planner.is_cheap():
             signature.base.is_due = True
 
-    def plans_of_example(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plans:
-        """The plans for the size of an example, from a real step. ValueError if that raises an error."""
+    def plan_example(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let passes with arguments of an example's size follow plans from their first one on, made of a real step.
+
+        ValueError if that step raises an error.
+        """
         try:
-            return self._planner.plans_of(module, step_of_example(module, args, kwargs))
+            plans = self._planner.plans_of(module, step_of_example(module, args, kwargs))
         except Exception as error:  # a network may raise anything
             raise ValueError(
                 f"a step with the example raises {type(error).__name__}: {error}; give an example that the network can "
                 f"be trained on, several inputs as a tuple"
             ) from error
-
-    def add_plans(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plans: Plans) -> None:
-        """Let passes with arguments of this size follow plans from their first one on."""
         signature = self._use_signature(module, tensors_in((args, kwargs)), args, kwargs)
         self._note_watched(signature)
         signature.watch = None

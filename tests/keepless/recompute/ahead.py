@@ -104,7 +104,7 @@ def plan_next_step(network: nn.Module, x: Tensor) -> None:
     signatures._plan_watched_steps(network)
     signatures._borrow_or_make_due(signature)
     if signature.is_due:
-        signatures.add_plans(network, (x,), {}, signatures.plans_of_example(network, (x,), {}))
+        signatures.plan_example(network, (x,), {})
 
 
 def peak_of(network: nn.Module, x: Tensor) -> int:
