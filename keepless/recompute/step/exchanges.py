@@ -1,4 +1,4 @@
-"""Exchange kept values for dropped ones, where a budget is hard to meet: by simulated annealing."""
+"""Exchange kept values for dropped ones, by simulated annealing."""
 
 import math
 from collections.abc import Sequence
