@@ -104,6 +104,7 @@ def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) ->
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has the tests ignore
     if inject is not None:
         inject()
     with errors_for_users("start it again with resume=auto"):
