@@ -34,6 +34,8 @@ from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
 SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
 MULTIRUN = "hydra.mode=MULTIRUN"  # what -m means
+# What Hydra raises about words; the last two of values that it does not expect, such as scores=[1].
+ERRORS_OF_WORDS = (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError)
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
@@ -148,8 +150,8 @@ def _run_hydra(name: str, main: Callable[[Any], Any], options: Namespace, words:
                 sweep(program, primary, check, Jobs(schema, hydra_options), overrides)
             else:
                 program.run(primary, start, [*overrides, "hydra.mode=RUN"])
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if options.multirun and type(error) is ValueError:
+    except ERRORS_OF_WORDS as error:
+        if options.multirun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise  # of `sweep`, which has checked the words of each job
         raise _answered(name, words, error) from error
     if errors:
@@ -209,7 +211,7 @@ def composed(name: str, *words: str, primary: str | None = None) -> DictConfig:
     try:
         with composing(name):
             return hydra.compose(primary or name, [as_typed(word, SCHEMAS[name]) for word in words])
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except ERRORS_OF_WORDS as error:
         raise _answered(name, words, error) from error
 
 

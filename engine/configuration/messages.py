@@ -137,7 +137,7 @@ class Messages:
         is_list = is_bracketed or (group in self.declared and "is_list" in self.declared[group].metadata)
         texts = [part.strip("[] ") for part in text.split(",")] if is_list else [text]
         chosen = [name.removesuffix(".yaml") for name in texts if name or not is_list]  # [] chooses none
-        choice = next((name for name in chosen if name not in names and not name.startswith("{")), None)
+        choice = next((name for name in chosen if name not in names and (is_list or name[:1] != "{")), None)
         if choice is None:
             return None
         if "," in choice:  # between arguments, or between the choices of jobs
@@ -149,7 +149,7 @@ class Messages:
         if tasks and self.schema in RUNS.values():
             return f"it is for {tasks[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
         sentence = no_such(group, choice, names)
-        return sentence if tasks or group not in CHOICES or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
+        return sentence if tasks or group not in self.declared or PLUGIN in sentence else f"{sentence}; {PLUGIN}"
 
     def _about_error(self, error: Exception, word: str) -> str:
         """The message about the value of `word`, or a key, a rule, an interpolation or a file that is wrong."""
@@ -173,6 +173,8 @@ class Messages:
         if primary and "experiment" in self.groups:
             sentence = no_such("experiment", primary[1], choices("experiment", self.schema))
             return f"{primary[0]}: configurations are given as experiment=NAME; {sentence}"
+        if text.endswith("is not in struct") and word:  # of Hydra's, such as a variable in hydra.job.env_set
+            return f"{word}: {NO_KEY}; +{word} adds it"
         if "@experiment." in text:
             return f"{text.partition(':')[0]}: the file must begin with the line `# @package _global_`"
         return f"{key}: {text}" if key else text
@@ -264,12 +266,13 @@ def _split_at_spaces(words: Sequence[str]) -> str | None:
 
 
 def _wrong_word(words: Sequence[str], error: Exception) -> str:
-    """The last word of the key that Hydra's error is about; "" if it names none."""
+    """The last word of the key that Hydra's error is about, or of a key below it; "" if it names none."""
     override = getattr(error, "override", None)
     text = f"override {override}" if override else str(error)
     match = re.search(r"(?:override|parameters|argument) '?[+]*([^'=\s]+)", text)  # as Hydra names a word
     key = getattr(error, "full_key", None) or (match and match[1])
-    return next((word for word in reversed(words) if _key_in(word) == key), "")
+    candidates = [word for word in reversed(words) if f"{_key_in(word)}.".startswith(f"{key}.")]
+    return min(candidates, key=lambda word: len(_key_in(word)), default="")
 
 
 def _one_value_each(answers: Mapping[Argument, Advice]) -> list[str]:

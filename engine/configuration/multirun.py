@@ -113,7 +113,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     overrides = _parsed(program, words)
     try:
         settings = program.compose_config(primary, [*words], RunMode.MULTIRUN).hydra
-    except (HydraException, ValueError):
+    except (HydraException, ValueError, TypeError, AssertionError):
         check(*(words_of(parsed)[0] for parsed in overrides.values()))  # says what is wrong with ours
         raise
     params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]

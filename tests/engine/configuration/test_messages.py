@@ -46,6 +46,12 @@ ANSWERS = {
     "train_seg.py lr_schedule=reduce_on_plateau": "nor can a plugin add it: give lr_schedule=cosine, poly or",
     "train_seg.py logger=wandb": "RUN/tensorboard, which wandb.init(sync_tensorboard=True) follows; a plugin adds it",
     "train_seg.py 'scores=[f1]'": "there is no such score; the nearest is dice",
+    "train_seg.py 'scores=[1]'": "scores=[1]: there is no such score; the nearest is dice",
+    "train_seg.py 'scores=[null]'": "scores=[null]: there is no such score; the nearest is dice",
+    "train_seg.py 'scores=[{}]'": "scores=[{}]: there is no such score; the nearest is dice",
+    "train_seg.py -m 'scores=[1],[2]'": "scores=[1]: there is no such score; the nearest is dice",
+    "train_seg.py 'augmentations=[1]'": "there is no such augmentation; a plugin adds it: docs/extending.md",
+    "scripts.export size.x=1": "size.x=1: there is no such key; --help lists them all",
     "train_seg.py --weights-backbone ResNet50_Weights.IMAGENET1K_V1": "give body=torchvision body.network=resnet50 "
     "body.weights=published norm=std",
     "train_seg.py trainer.overfit_batches=10": "and give data.train_split=few data.val_split=few",
@@ -70,6 +76,8 @@ ANSWERS = {
     "train_seg.py data=D/data.yaml": "give data=folder data.root=DIR, the folder that its path names",
     "train_seg.py loss._target_=mine.FocalLoss": "a class of your own becomes a choice by a plugin",
     # Words that are not key=value.
+    "train_seg.py hydra.job.env_set.FOO=1": "there is no such key; +hydra.job.env_set.FOO=1 adds it",
+    "train_seg.py hydra.callbacks.x._target_=a.B": "+hydra.callbacks.x._target_=a.B adds it",
     "train_seg.py hydra.verbos=true": "hydra.verbos: Key 'verbos' not in 'HydraConf'",
     "train_seg.py --cfg x.yaml": "argument --cfg/-c: invalid choice: 'x.yaml'",
     "train_seg.py --resolve": "The --resolve flag can only be used in conjunction with --cfg",
