@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from engine.configuration.config import Schema, typed
 from engine.configuration.help import help_text
 from engine.configuration.multirun import Jobs, sweep
-from engine.configuration.texts import as_typed
+from engine.configuration.texts import ERRORS_OF_WORDS, as_typed
 from engine.process import plugins
 from engine.process.completion import write_cache
 from engine.process.distributed import launcher, world_size
@@ -34,8 +34,6 @@ from engine.schema.keys import CHOICES, CONFIGS, Keys, declared_in, groups_of
 
 SCHEMAS: dict[str, type[Keys]] = {}  # of declared commands
 MULTIRUN = "hydra.mode=MULTIRUN"  # what -m means
-# What Hydra raises about words; the last two of values that it does not expect, such as scores=[1].
-ERRORS_OF_WORDS = (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError)
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
@@ -236,7 +234,7 @@ def composing(name: str, folder: str | None = None) -> Iterator[Hydra]:
 
 
 def _answered(name: str, words: Sequence[str], error: Exception) -> ValueError:
-    """The error of a command's words as one that names the fix."""
+    """The error of a command's words as one that names the fix. An error that no word explains is raised as it is."""
     from engine.configuration.messages import Messages  # a right command needs no words of other programs
 
     return ValueError(Messages(name, SCHEMAS[name]).message(words, error))

@@ -40,6 +40,8 @@ class Messages:
         """The message about words that caused an error: what to give instead of all arguments that are wrong.
 
         If none is known to be wrong, it is about the + or ~ of a word, else about the error itself.
+
+        TypeError, AssertionError: the error is one, and no word explains it.
         """
         split_word = _split_at_spaces(words)
         if split_word:
@@ -54,6 +56,8 @@ class Messages:
                 return f"{word}: leave {word[1:]} out to keep its default"
             if word.startswith("+") and _key_in(word) in self.groups:
                 return f"{word}: leave out the +: {word.lstrip('+')}"
+        if isinstance(error, (TypeError, AssertionError)):
+            raise error
         return self._about_error(error, _wrong_word(words, error))
 
     def _advice(self, argument: Argument) -> Advice | None:

@@ -17,11 +17,11 @@ from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
+from engine.configuration.texts import ERRORS_OF_WORDS
 from engine.process import distributed, plugins
 from engine.process.console import log_to, make_console
 from engine.process.jobs import ENDED_BEFORE, has_ended, print_summary, run_job
@@ -113,7 +113,7 @@ def sweep(program: Hydra, primary: str, check: Check, jobs: Jobs, words: Sequenc
     overrides = _parsed(program, words)
     try:
         settings = program.compose_config(primary, [*words], RunMode.MULTIRUN).hydra
-    except (HydraException, ValueError, TypeError, AssertionError):
+    except ERRORS_OF_WORDS:
         check(*(words_of(parsed)[0] for parsed in overrides.values()))  # says what is wrong with ours
         raise
     params = [f"{key}={value}" for key, value in (settings.sweeper.get("params") or {}).items()]

@@ -23,6 +23,8 @@ INTERPOLATION = re.compile(r"\$\{.*\}", re.DOTALL)
 ESCAPED = re.compile(r"\\[]\\()[{}:=, \t]")
 HYDRA_KEY = re.compile(r"hydra\b|.*[/@]")
 BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
+# What Hydra raises about words; the last two of values that it does not expect, such as scores=[1].
+ERRORS_OF_WORDS = (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:

@@ -180,6 +180,15 @@ def test_wrong_commands_in_processes_of_their_own(tmp_path):
     assert answer.count(line) == 1 and answer.rstrip("=\n").endswith(line)
 
 
+def test_an_error_that_no_word_explains_is_raised_as_it_is(monkeypatch):
+    def compose(*_):
+        raise TypeError("a fault of another kind")
+
+    monkeypatch.setattr("hydra.compose", compose)
+    with pytest.raises(TypeError, match="a fault of another kind"):
+        checked("train_seg", "optim.lr=0.1")
+
+
 def test_a_file_that_does_not_exist_may_be_another_programs_word(monkeypatch, tmp_path):
     """A text is right as far as its key knows: the run finds that there is no such file."""
     command = f"train_seg.py init.weights=last run_dir={tmp_path / 'run'} trainer.device=cpu"
